@@ -1,0 +1,1 @@
+"""Triton kernels, imported lazily: nothing here is needed on the CPU."""

@@ -1,0 +1,113 @@
+"""The op `treecompile::tree_attention`: attention of N packed tokens over their ancestors.
+
+The tree comes as tensor arguments, never as ambient state: two forwards before a backward, recomputation and
+autograd threads each see their own tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treecompile.runtime.ops.attention_math import accumulation_dtype
+from treecompile.runtime.ops.attention_pieces import pieces_backward, pieces_forward
+from treecompile.runtime.ops.registry import define, register_autocast
+
+__all__ = ["tree_attention", "tree_attention_backward"]
+
+_TREE = (
+    "Tensor subtree_end, Tensor column, Tensor segments, Tensor segments_host, Tensor pieces, Tensor blocks,"
+    " Tensor? sinks, float scale, float softcap, int window"
+)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    blocks: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v)
+    return pieces_forward(q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.shape[0] != 1 or k.shape[0] != 1 or v.shape[0] != 1:
+        raise ValueError(f"tree_attention takes one packed batch row, got {q.shape}, {k.shape}, {v.shape}")
+    if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
+        raise ValueError(f"tree_attention: {q.shape[1]} query heads over {k.shape[1]} / {v.shape[1]} heads")
+    if not q.shape[2] == k.shape[2] == v.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"tree_attention: q, k, v disagree: {q.shape}, {k.shape}, {v.shape}")
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *tree: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((1, q.shape[1], q.shape[2], v.shape[3]))
+    return out, q.new_empty((1, q.shape[1], q.shape[2]), dtype=accumulation_dtype(q.dtype))
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    blocks: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return pieces_backward(
+        grad, q, k, v, out, lse, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window
+    )
+
+
+def _backward_fake(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *tree: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks = tree[6]
+    grad_sinks = q.new_empty((0,)) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sinks
+
+
+tree_attention = define(
+    f"tree_attention(Tensor q, Tensor k, Tensor v, {_TREE}) -> (Tensor, Tensor)", _forward, _forward_fake
+)
+tree_attention_backward = define(
+    "tree_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_TREE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)
+register_autocast(tree_attention, cast=(0, 1, 2))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
+    ctx.scalars = inputs[10:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _grads(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, dsinks = tree_attention_backward(grad, *ctx.saved_tensors, *ctx.scalars)
+    return dq, dk, dv, *(None,) * 6, dsinks if ctx.needs_input_grad[9] else None, *(None,) * 3
+
+
+torch.library.register_autograd("treecompile::tree_attention", _grads, setup_context=_save)
