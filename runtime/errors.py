@@ -49,8 +49,8 @@ class TreeError(TreecompileError, ValueError):
         remedy: what to do instead.
 
     Example:
-        >>> print(TreeError(argument="mask", problem="needs the shape of the rows, [2, 5]", value="shape [2, 4]",
-        ...                 remedy="pass one mask value per token"))
+        >>> print(TreeError(argument="mask", problem="needs the shape of the rows, [2, 5]",
+        ...                 value="shape [2, 4]", remedy="pass one mask value per token"))
         mask needs the shape of the rows, [2, 5]; got shape [2, 4]
           Remedy: pass one mask value per token
     """
@@ -78,7 +78,9 @@ class OptionError(TreecompileError, ValueError):
           Did you mean 'dense'?
     """
 
-    def __init__(self, *, argument: str, value: object, remedy: str = "", choices: Sequence[object] = ()) -> None:
+    def __init__(
+        self, *, argument: str, value: object, remedy: str = "", choices: Sequence[object] = ()
+    ) -> None:
         self.argument, self.value, self.remedy, self.choices = argument, value, remedy, tuple(choices)
         near = difflib.get_close_matches(str(value), [str(choice) for choice in self.choices], n=1)
         self.suggestion = near[0] if near else None
@@ -109,7 +111,13 @@ class RolloutFileError(TreecompileError, ValueError):
     """
 
     def __init__(
-        self, *, file: object, problem: str, line: int | None = None, field: str | None = None, remedy: str = ""
+        self,
+        *,
+        file: object,
+        problem: str,
+        line: int | None = None,
+        field: str | None = None,
+        remedy: str = "",
     ) -> None:
         self.file, self.problem, self.line, self.field, self.remedy = file, problem, line, field, remedy
         super().__init__(file=file, problem=problem, line=line, field=field, remedy=remedy)
@@ -122,17 +130,18 @@ class RolloutFileError(TreecompileError, ValueError):
 
 
 class UnsupportedError(TreecompileError, RuntimeError):
-    """An operation has no exact form on the packed tree; with ``on_unsupported="dense"`` it runs dense instead.
+    """An operation has no exact form on the packed tree; ``on_unsupported="dense"`` runs it dense.
 
     Args:
         what: the operation, and what is missing for it.
         why: why it cannot run on the tree.
-        where: the user's "file:line in function", with the source line on the lines below it; None if unknown.
+        where: the user's "file:line in function", with the source line below it; None if unknown.
         hint: what the user can do.
 
     Example:
-        >>> print(UnsupportedError(what="no tree rule for aten.flip.default", why="flip reverses the token axis",
-        ...                        where="toy.py:88 in forward\\nx = x.flip(1)", hint="move the flip out"))
+        >>> print(UnsupportedError(what="no tree rule for aten.flip.default", hint="move the flip out",
+        ...                        why="flip reverses the token axis",
+        ...                        where="toy.py:88 in forward\\nx = x.flip(1)"))
         no tree rule for aten.flip.default
           Explanation: flip reverses the token axis
           Hint: move the flip out
