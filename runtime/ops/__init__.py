@@ -2,7 +2,7 @@
 
 from treecompile.runtime.ops.attention import tree_attention, tree_attention_backward
 from treecompile.runtime.ops.attention_math import tree_attention_reference
-from treecompile.runtime.ops.attention_pieces import plan_pieces
+from treecompile.runtime.ops.attention_plan import PieceCount, count_pieces, plan_pieces
 from treecompile.runtime.ops.expand import (
     expand,
     expand_backward,
@@ -13,6 +13,8 @@ from treecompile.runtime.ops.expand import (
 )
 
 __all__ = [
+    "PieceCount",
+    "count_pieces",
     "expand",
     "expand_backward",
     "gather_expand",

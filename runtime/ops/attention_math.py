@@ -94,7 +94,9 @@ def tree_attention_reference(
         logits = softcap * torch.tanh(logits / softcap)
     visible = visible_pairs(subtree_end, column, window)
     logits = logits.masked_fill(~visible, NEG_INF)
-    shift = logits.detach().amax(-1, keepdim=True) if q.shape[2] else logits.new_zeros(q_hgNd.shape[:-1] + (1,))
+    shift = (
+        logits.detach().amax(-1, keepdim=True) if q.shape[2] else logits.new_zeros((*q_hgNd.shape[:-1], 1))
+    )
     sees = visible.any(-1)
     sink = None if sinks is None else sinks.to(dtype).view(k.shape[1], -1, 1, 1)
     if sink is not None:

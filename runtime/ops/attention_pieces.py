@@ -1,31 +1,509 @@
+"""Tree attention by pieces: vendor kernels on contiguous slices, merged by log-sum-exp.
+
+Layout: query heads that share a K/V head are folded into rows, ``[Hkv, N * G, D]`` with row ``n * G + head``,
+so that any token range is a contiguous slice for all heads and K/V are never repeated.
+
+Suffixes: H K/V heads, G query heads per K/V head, N packed tokens, R = N * G rows, D head size.
+"""
+
 from __future__ import annotations
 
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from treecompile.runtime.ops.attention_math import (
-    accumulation_dtype, tile_backward, tree_attention_reference, visible_pairs,
-)
+from treecompile.runtime.ops.attention_kernels import Kernel, Tile, choose_kernel
+from treecompile.runtime.ops.attention_launch import Launch, Rectangle, Request, TileBatch, launch_of
+from treecompile.runtime.ops.attention_math import NEG_INF, accumulation_dtype, finite_lse, visible_pairs
 
+__all__ = ["pieces_backward", "pieces_forward"]
 
-def plan_pieces(segments, column=None):
-    import numpy as np
-    return np.zeros((0, 6), np.int32)
-
-
-def pieces_forward(q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window):
-    return tree_attention_reference(q, k, v, subtree_end, column, sinks, scale, softcap, window)
+# Most masked pairs of one batch (times query heads where logits are materialised): bounds scratch memory.
+MASK_PAIRS = 1 << 20
+LOGIT_PAIRS = 1 << 22
 
 
-def pieces_backward(grad, q, k, v, out, lse, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window):
-    dt = accumulation_dtype(q.dtype)
-    hkv = k.shape[1]; g = q.shape[1] // hkv
-    grp = lambda x: x.reshape(hkv, g, *x.shape[2:])
-    delta = (grad.to(dt) * out.to(dt)).sum(-1)
-    vis = visible_pairs(subtree_end, column, window)
-    dq, dk, dv = tile_backward(grp(grad), grp(q), k[0].unsqueeze(1), v[0].unsqueeze(1), grp(delta), grp(lse), vis, scale, softcap)
-    ds = q.new_empty((0,))
+@dataclass(frozen=True)
+class _Scatter:
+    """Where rows of padded tiles go: `source` rows of the flattened tiles to `target` rows, no target twice."""
+
+    source: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _BatchIndex:
+    """Index tensors of one `TileBatch` on the device. int64 unless said."""
+
+    q_tokens: Tensor  # [n, q_size]
+    q_valid: Tensor  # bool [n, q_size]
+    k_tokens: Tensor  # [n, k_size]
+    k_valid: Tensor  # bool [n, k_size]
+    q_rows: Tensor  # [n * q_size * G]
+    q_scatter: tuple[_Scatter, ...]
+    k_scatter: tuple[_Scatter, ...]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One call: launches, kernel and the inputs in the kernel's dtype, padded to one head size."""
+
+    launch: Launch
+    index: tuple[_BatchIndex, ...]
+    kernel: Kernel
+    q_HGND: Tensor
+    q_HRD: Tensor
+    k_HND: Tensor
+    v_HND: Tensor
+    subtree_end: Tensor
+    column: Tensor
+    scale: float
+    softcap: float
+    window: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.q_HGND.shape[1]
+
+    def whole(self, causal: bool) -> Tile:
+        """Mask of a square (causal) or a rectangle."""
+        return Tile(causal, None, self.scale, self.softcap)
+
+    def masked(self, index: _BatchIndex) -> tuple[Tile, Tensor]:
+        """Mask of a batch of tiles, and which of its rows see a key: bool [n, q_size * G]."""
+        visible = visible_pairs(self.subtree_end, self.column, self.window, index.q_tokens, index.k_tokens)
+        visible &= index.q_valid.unsqueeze(-1) & index.k_valid.unsqueeze(-2)
+        sees = visible.any(-1)
+        if self.group > 1:
+            visible = visible.repeat_interleave(self.group, 1)
+            sees = sees.repeat_interleave(self.group, 1)
+        return Tile(False, visible.unsqueeze(0), self.scale, self.softcap), sees
+
+
+def pieces_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend over a packed tree by pieces; arguments and results as in `tree_attention_reference`.
+
+    Args:
+        q: [1, Hq, N, Dqk].
+        k: [1, Hkv, N, Dqk].
+        v: [1, Hkv, N, Dv].
+        subtree_end: int32 [N].
+        column: int32 [N].
+        segments_host: int32 [S, 4] on the CPU.
+        pieces: int32 [P, 6] on the CPU, from `plan_pieces`.
+        sinks: [Hq] or None.
+        scale: factor on the logits.
+        softcap: 0 for none.
+        window: in columns, 0 for none.
+
+    Returns:
+        out [1, Hq, N, Dv] contiguous, in q's dtype; lse fp32 (fp64) [1, Hq, N].
+
+    Raises:
+        ValueError: the plan is not one of this many tokens.
+
+    Example:
+        >>> from treecompile.runtime.ops.attention_plan import plan_pieces
+        >>> q = torch.randn(1, 2, 3, 4); table = np.array([[0, 3, -1, 3]], np.int32)
+        >>> end, col = torch.tensor([3, 3, 3]), torch.arange(3)
+        >>> plan = torch.from_numpy(plan_pieces(table))
+        >>> pieces_forward(q, q, q, end, col, torch.from_numpy(table), plan, None, 0.5, 0.0, 0)[0].shape
+        torch.Size([1, 2, 3, 4])
+
+    Notes:
+        Merging two pieces of one query with log-sum-exps a, b: lse = logaddexp(a, b), out moves towards the
+        second by exp(b - lse) (FlashAttention-2, Dao 2023, section 2.3.1; flash decoding). Scratch memory is
+        O(N), no N x N tensor. The order of the pieces is fixed, so results repeat bit for bit.
+    """
+    if q.numel() == 0 or v.shape[3] == 0:
+        return _empty(q, v)
+    work = _work(q, k, v, subtree_end, column, segments_host, pieces, scale, softcap, window)
+    if work.launch.single:
+        out, lse = work.kernel.forward(
+            work.q_HGND, work.k_HND.unsqueeze(1), work.v_HND.unsqueeze(1), work.whole(causal=True)
+        )
+        out, lse = out[..., : v.shape[3]], lse.reshape(q.shape[:3])
+    else:
+        out_HRD, lse_HR = _attend(work, v.shape[3])
+        out = out_HRD.unflatten(1, (-1, work.group)).transpose(1, 2)
+        lse = lse_HR.unflatten(1, (-1, work.group)).transpose(1, 2).reshape(q.shape[:3])
+    out, lse = out.reshape(1, *q.shape[1:3], v.shape[3]), lse.contiguous()
     if sinks is not None:
-        p = torch.exp(sinks.to(dt).view(1, -1, 1) - lse).masked_fill(lse == float("-inf"), 0.0)
-        ds = -(p * delta).sum((0, 2)).to(sinks.dtype)
-    return dq.reshape(q.shape).to(q.dtype), dk.sum(1).unsqueeze(0).to(k.dtype), dv.sum(1).unsqueeze(0).to(v.dtype), ds
+        joined = _join_sinks(lse, sinks)
+        out = out * torch.exp(lse - finite_lse(joined)).unsqueeze(-1)
+        lse = joined
+    return out.to(q.dtype).contiguous(), lse
+
+
+def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    lse = q.new_full(q.shape[:3], NEG_INF, dtype=accumulation_dtype(q.dtype))
+    return q.new_zeros((1, q.shape[1], q.shape[2], v.shape[3])), lse
+
+
+def _join_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """logaddexp(lse, sink), but -inf stays: a query that sees nothing but a sink gives 0."""
+    joined = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    return joined.masked_fill(lse == NEG_INF, NEG_INF)
+
+
+def _work(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> _Work:
+    kernel = choose_kernel(q.device, q.dtype, softcap)
+    group = q.shape[1] // k.shape[1]
+    area = LOGIT_PAIRS // q.shape[1] if kernel.bounded else MASK_PAIRS // group
+    request = Request(window, kernel.bounded, area)
+    launch, index = _prepare(pieces, segments_host, request, group, q.device)
+    if launch.tokens != q.shape[2]:
+        raise ValueError(f"tree_attention: the plan covers {launch.tokens} tokens, q has {q.shape[2]}")
+    dtype = kernel.work_dtype(q.dtype)
+    size = -(-max(q.shape[3], v.shape[3]) // kernel.alignment) * kernel.alignment
+    q_HGND = _to_size(q, size, dtype)[0].unflatten(0, (k.shape[1], group))
+    return _Work(
+        launch,
+        index,
+        kernel,
+        q_HGND,
+        q_HGND[:, 0] if launch.single or group == 1 else q_HGND.transpose(1, 2).flatten(1, 2),
+        _to_size(k, size, dtype)[0],
+        _to_size(v, size, dtype)[0],
+        subtree_end,
+        column,
+        scale,
+        softcap,
+        window,
+    )
+
+
+def _to_size(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Cast, pad the last dim with zeros to `size` (no logit and no kept output changes), keep it dense."""
+    x = x.to(dtype)
+    x = pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _attend(work: _Work, size: int) -> tuple[Tensor, Tensor]:
+    """Run every piece: out [H, R, size] and lse [H, R] in the accumulation dtype."""
+    dtype = accumulation_dtype(work.q_HRD.dtype)
+    heads, rows = work.q_HRD.shape[:2]
+    out = torch.empty((heads, rows, size), dtype=dtype, device=work.q_HRD.device)
+    lse = torch.empty((heads, rows), dtype=dtype, device=work.q_HRD.device)
+    for square in work.launch.squares:
+        _square_forward(work, square, out, lse)
+    batches = list(zip(work.launch.batches, work.index, strict=True))
+    for batch, index in batches:
+        if batch.first:
+            _batch_forward(work, batch, index, out, lse)
+    for rectangle in work.launch.rectangles:
+        _rectangle_forward(work, rectangle, out, lse)
+    for batch, index in batches:
+        if not batch.first:
+            _batch_forward(work, batch, index, out, lse)
+    if work.launch.has_pads:
+        out.masked_fill_((lse == NEG_INF).unsqueeze(-1), 0.0)
+    return out, lse
+
+
+def _square_forward(work: _Work, square: Rectangle, out: Tensor, lse: Tensor) -> None:
+    low, high = square.q_start, square.q_end
+    part_out, part_lse = work.kernel.forward(
+        work.q_HGND[:, :, low:high],
+        work.k_HND[:, None, low:high],
+        work.v_HND[:, None, low:high],
+        work.whole(causal=True),
+    )
+    low, high = low * work.group, high * work.group
+    shape = (-1, work.group)
+    out[:, low:high].unflatten(1, shape).copy_(part_out[..., : out.shape[-1]].transpose(1, 2))
+    lse[:, low:high].unflatten(1, shape).copy_(part_lse.transpose(1, 2))
+
+
+def _rectangle_forward(work: _Work, rectangle: Rectangle, out: Tensor, lse: Tensor) -> None:
+    low, high = rectangle.q_start * work.group, rectangle.q_end * work.group
+    keys = slice(rectangle.k_start, rectangle.k_end)
+    part_out, part_lse = work.kernel.forward(
+        work.q_HRD[:, None, low:high],
+        work.k_HND[:, None, keys],
+        work.v_HND[:, None, keys],
+        work.whole(causal=False),
+    )
+    _merge(out[:, low:high], lse[:, low:high], part_out[:, 0, :, : out.shape[-1]], part_lse[:, 0])
+
+
+def _batch_forward(work: _Work, batch: TileBatch, index: _BatchIndex, out: Tensor, lse: Tensor) -> None:
+    tile, sees = work.masked(index)
+    part_out, part_lse = work.kernel.forward(
+        _tiles(work.q_HRD, index.q_rows, index.q_tokens),
+        _tiles(work.k_HND, index.k_tokens.flatten(), index.k_tokens),
+        _tiles(work.v_HND, index.k_tokens.flatten(), index.k_tokens),
+        tile,
+    )
+    part_lse = part_lse.masked_fill(~sees, NEG_INF).flatten(1, 2)
+    part_out = part_out[..., : out.shape[-1]].flatten(1, 2).to(out.dtype)
+    for scatter in index.q_scatter:
+        new_out, new_lse = part_out.index_select(1, scatter.source), part_lse.index_select(1, scatter.source)
+        if not batch.first:
+            old_out, old_lse = out.index_select(1, scatter.target), lse.index_select(1, scatter.target)
+            _merge(old_out, old_lse, new_out, new_lse)
+            new_out, new_lse = old_out, old_lse
+        out.index_copy_(1, scatter.target, new_out)
+        lse.index_copy_(1, scatter.target, new_lse)
+
+
+def _tiles(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Gather rows of [H, *, D] into tiles [H, n, size, D]."""
+    return x.index_select(1, rows).unflatten(1, (tokens.shape[0], -1))
+
+
+def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merge a piece into out and lse in place. Rows without keys on either side stay finite."""
+    total = torch.logaddexp(lse, new_lse)
+    weight = torch.exp(new_lse - finite_lse(total))
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(total)
+
+
+def pieces_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of `pieces_forward`: each piece's share from the merged output and log-sum-exp.
+
+    Args:
+        grad: [1, Hq, N, Dv], gradient of out.
+        q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window: as in the forward.
+        out: [1, Hq, N, Dv], merged output.
+        lse: fp32 (fp64) [1, Hq, N], merged log-sum-exp, sinks included.
+
+    Returns:
+        dq, dk, dv like q, k, v (contiguous) and d_sinks [Hq] (an empty tensor without sinks).
+
+    Notes:
+        With P = exp(S - lse) over the merged lse, dS = P * (dO V^T - rowsum(dO * O)) holds piece by piece,
+        and d_sink = -sum over queries of exp(sink - lse) * rowsum(dO * O) (FlashAttention-2, Dao 2023).
+    """
+    grad_sinks = _sinks_backward(grad, out, lse, sinks)
+    if q.numel() == 0 or v.shape[3] == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), grad_sinks
+    work = _work(q, k, v, subtree_end, column, segments_host, pieces, scale, softcap, window)
+    dq_HRD, dk, dv = _Backward(work, grad, out, lse).run()
+    dq = dq_HRD if work.launch.single else dq_HRD.unflatten(1, (-1, work.group)).transpose(1, 2)
+    dq = dq[..., : q.shape[3]].reshape(q.shape)
+    dk, dv = dk[..., : k.shape[3]].unsqueeze(0), dv[..., : v.shape[3]].unsqueeze(0)
+    return (
+        dq.to(q.dtype).contiguous(),
+        dk.to(k.dtype).contiguous(),
+        dv.to(v.dtype).contiguous(),
+        grad_sinks,
+    )
+
+
+def _sinks_backward(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return grad.new_empty((0,))
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - finite_lse(lse))
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+
+class _Backward:
+    """Accumulators and per-piece steps of one backward call."""
+
+    def __init__(self, work: _Work, grad: Tensor, out: Tensor, lse: Tensor) -> None:
+        heads, group, _, size = work.q_HGND.shape
+        dtype = work.q_HGND.dtype
+        self.work = work
+        self.grad_HGND = _to_size(grad, size, dtype)[0].unflatten(0, (heads, group))
+        self.out_HGND = _to_size(out, size, dtype)[0].unflatten(0, (heads, group))
+        self.lse_HGN = finite_lse(lse)[0].unflatten(0, (heads, group))
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq [H, R, D] (for one square [H, G, N, D]), dk and dv [H, N, D]."""
+        work = self.work
+        if work.launch.single:
+            return self._single()
+        self.grad_HRD, self.out_HRD, self.lse_HR = (
+            x.transpose(1, 2).flatten(1, 2) for x in (self.grad_HGND, self.out_HGND, self.lse_HGN)
+        )
+        dtype = accumulation_dtype(work.q_HRD.dtype)
+        self.dq = torch.zeros_like(work.q_HRD, dtype=dtype, memory_format=torch.contiguous_format)
+        self.dk = torch.zeros_like(work.k_HND, dtype=dtype, memory_format=torch.contiguous_format)
+        self.dv = torch.zeros_like(self.dk)
+        for square in work.launch.squares:
+            self._square(square)
+        for rectangle in work.launch.rectangles:
+            self._rectangle(rectangle)
+        for index in work.index:
+            self._batch(index)
+        return self.dq, self.dk, self.dv
+
+    def _single(self) -> tuple[Tensor, Tensor, Tensor]:
+        work = self.work
+        dq, dk, dv = work.kernel.backward(
+            self.grad_HGND, work.q_HGND, work.k_HND[:, None], work.v_HND[:, None], self.out_HGND,
+            self.lse_HGN, work.whole(causal=True),
+        )  # fmt: skip
+        return dq, dk[:, 0], dv[:, 0]
+
+    def _square(self, square: Rectangle) -> None:
+        work, rows = self.work, slice(square.q_start, square.q_end)
+        dq, dk, dv = work.kernel.backward(
+            self.grad_HGND[:, :, rows], work.q_HGND[:, :, rows], work.k_HND[:, None, rows],
+            work.v_HND[:, None, rows], self.out_HGND[:, :, rows], self.lse_HGN[:, :, rows],
+            work.whole(causal=True),
+        )  # fmt: skip
+        group = work.group
+        part = self.dq[:, square.q_start * group : square.q_end * group]
+        part.unflatten(1, (-1, group)).add_(dq.transpose(1, 2))
+        self.dk[:, rows] += dk[:, 0]
+        self.dv[:, rows] += dv[:, 0]
+
+    def _rectangle(self, rectangle: Rectangle) -> None:
+        work = self.work
+        rows = slice(rectangle.q_start * work.group, rectangle.q_end * work.group)
+        keys = slice(rectangle.k_start, rectangle.k_end)
+        dq, dk, dv = work.kernel.backward(
+            self.grad_HRD[:, None, rows], work.q_HRD[:, None, rows], work.k_HND[:, None, keys],
+            work.v_HND[:, None, keys], self.out_HRD[:, None, rows], self.lse_HR[:, None, rows],
+            work.whole(causal=False),
+        )  # fmt: skip
+        self.dq[:, rows] += dq[:, 0]
+        self.dk[:, keys] += dk[:, 0]
+        self.dv[:, keys] += dv[:, 0]
+
+    def _batch(self, index: _BatchIndex) -> None:
+        work, keys = self.work, index.k_tokens.flatten()
+        tile, _ = work.masked(index)
+        dq, dk, dv = work.kernel.backward(
+            _tiles(self.grad_HRD, index.q_rows, index.q_tokens),
+            _tiles(work.q_HRD, index.q_rows, index.q_tokens),
+            _tiles(work.k_HND, keys, index.k_tokens),
+            _tiles(work.v_HND, keys, index.k_tokens),
+            _tiles(self.out_HRD, index.q_rows, index.q_tokens),
+            self.lse_HR.index_select(1, index.q_rows).unflatten(1, (index.q_tokens.shape[0], -1)),
+            tile,
+        )
+        _add_rows(self.dq, dq, index.q_scatter)
+        _add_rows(self.dk, dk, index.k_scatter)
+        _add_rows(self.dv, dv, index.k_scatter)
+
+
+def _add_rows(total: Tensor, part: Tensor, scatters: tuple[_Scatter, ...]) -> None:
+    """Add tiles [H, n, size, D] to rows of [H, *, D], one collision-free round after another."""
+    flat = part.flatten(1, 2)
+    for scatter in scatters:
+        rows = total.index_select(1, scatter.target)
+        rows += flat.index_select(1, scatter.source)
+        total.index_copy_(1, scatter.target, rows)
+
+
+def _prepare(
+    pieces: Tensor, segments: Tensor, request: Request, group: int, device: torch.device
+) -> tuple[Launch, tuple[_BatchIndex, ...]]:
+    content = pieces.numpy().tobytes(), segments.numpy().tobytes()
+    return _cached_index(*content, request, group, device)
+
+
+# Few entries: index tensors of large trees are not small. Layers and recomputation of a step share them.
+@lru_cache(maxsize=4)
+def _cached_index(
+    pieces: bytes, segments: bytes, request: Request, group: int, device: torch.device
+) -> tuple[Launch, tuple[_BatchIndex, ...]]:
+    launch = launch_of(
+        np.frombuffer(pieces, np.int32).reshape(-1, 6),
+        np.frombuffer(segments, np.int32).reshape(-1, 4),
+        request,
+    )
+    return launch, tuple(_batch_index(batch, group, device) for batch in launch.batches)
+
+
+def _batch_index(batch: TileBatch, group: int, device: torch.device) -> _BatchIndex:
+    q_tokens, q_valid = _padded_range(batch.q_start, batch.q_length, batch.q_size)
+    k_tokens, k_valid = _padded_range(batch.k_start, batch.k_length, batch.k_size)
+    q_rows = (q_tokens[..., None] * group + np.arange(group)).reshape(-1)
+
+    def put(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(device)
+
+    def scatters(
+        start: np.ndarray, length: np.ndarray, rows: np.ndarray, valid: np.ndarray
+    ) -> tuple[_Scatter, ...]:
+        found = []
+        for members in _rounds(start, length):
+            chosen = np.zeros(len(start), bool)
+            chosen[members] = True
+            keep = (valid & chosen[:, None]).reshape(-1)
+            source = np.flatnonzero(np.repeat(keep, len(rows) // len(keep)))
+            found.append(_Scatter(put(source), put(rows[source])))
+        return tuple(found)
+
+    return _BatchIndex(
+        put(q_tokens),
+        put(q_valid),
+        put(k_tokens),
+        put(k_valid),
+        put(q_rows),
+        scatters(batch.q_start, batch.q_length, q_rows, q_valid),
+        scatters(batch.k_start, batch.k_length, k_tokens.reshape(-1), k_valid),
+    )
+
+
+def _padded_range(start: np.ndarray, length: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ranges as int64 [n, size], the last token repeated as padding, and which entries are real."""
+    step = np.arange(size)
+    return start[:, None] + np.minimum(step, length[:, None] - 1), step < length[:, None]
+
+
+def _rounds(start: np.ndarray, length: np.ndarray) -> list[list[int]]:
+    """Split ranges into the fewest rounds of disjoint ones (greedy colouring of an interval graph)."""
+    rounds: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (end of its last range, round)
+    for member in np.argsort(start, kind="stable").tolist():
+        low, high = int(start[member]), int(start[member] + length[member])
+        if free and free[0][0] <= low:
+            which = heapq.heappop(free)[1]
+        else:
+            which = len(rounds)
+            rounds.append([])
+        rounds[which].append(member)
+        heapq.heappush(free, (high, which))
+    return rounds

@@ -144,7 +144,9 @@ def _take_backward_fake(grad: Tensor, rows: Tensor, dim: int, size: int) -> Tens
 
 take = define("take(Tensor x, Tensor rows, int dim) -> Tensor", _take, _take_fake)
 take_backward = define(
-    "take_backward(Tensor grad, Tensor rows, int dim, SymInt size) -> Tensor", _take_backward, _take_backward_fake
+    "take_backward(Tensor grad, Tensor rows, int dim, SymInt size) -> Tensor",
+    _take_backward,
+    _take_backward_fake,
 )
 
 

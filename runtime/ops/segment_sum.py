@@ -1,4 +1,4 @@
-"""Segment sums over a CSR of grid positions: the adjoints of `expand` and `gather_expand`, bit-reproducible."""
+"""Segment sums over a CSR of grid positions: the adjoints of `expand` and `gather_expand`."""
 
 from __future__ import annotations
 
