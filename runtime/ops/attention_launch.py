@@ -12,7 +12,15 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from treecompile.runtime.ops.attention_plan import CAUSAL, FULL, INFO, TILE, segment_depths
+from treecompile.runtime.ops.attention_plan import (
+    CAUSAL,
+    FULL,
+    INFO,
+    STEP_ANY,
+    STEP_ONE,
+    TILE,
+    segment_depths,
+)
 
 __all__ = ["Launch", "Rectangle", "Request", "TileBatch", "launch_of"]
 
@@ -73,7 +81,7 @@ class TileBatch:
 
 @dataclass(frozen=True)
 class Launch:
-    """Calls in order: causal squares and `first` batches (they partition the tokens), rectangles, other batches."""
+    """Calls in order: causal squares and `first` batches (a partition), rectangles, other batches."""
 
     tokens: int
     squares: tuple[Rectangle, ...]
@@ -122,10 +130,10 @@ def _cached_launch(pieces: bytes, segments: bytes, request: Request) -> Launch:
     table = np.frombuffer(segments, np.int32).reshape(-1, 4).astype(np.int64)
     if not len(rows) or rows[0, 0] != INFO:
         raise ValueError("tree_attention: pieces must come from plan_pieces")
-    tokens, span, unit, tile = (int(x) for x in rows[0, 1:5])
+    tokens, span, step, tile = (int(x) for x in rows[0, 1:5])
     work = rows[1:]
     if request.window and not 0 <= span <= request.window:
-        work = _cut_window(work, _token_depths(table, tokens), request.window, bool(unit))
+        work = _cut_window(work, _token_depths(table, tokens), request.window, step)
     if request.bounded:
         work = _cut_blocks(work)
     kind = work[:, 0]
@@ -148,13 +156,14 @@ def _as_rows(rows: list[tuple[int, ...]]) -> Int64Array:
     return np.array(rows, np.int64).reshape(-1, 6)
 
 
-def _cut_window(rows: Int64Array, depth: Int64Array, window: int, unit: bool) -> Int64Array:
+def _cut_window(rows: Int64Array, depth: Int64Array, window: int, step: int) -> Int64Array:
     """Keep of each piece what a window of `window` columns can reach.
 
     Columns grow by at least one along a path, so a distance in depth bounds the distance in columns from
-    below: keys further away in depth are never visible. Where all steps are one (`unit`) the two are equal and
-    strips wholly inside the window need no mask.
+    below: keys further away in depth are never visible. Where all steps are one the two are equal, and strips
+    wholly inside the window need no mask. Where columns do not grow (`step` is STEP_ANY), only masks decide.
     """
+    unit, reaches = step == STEP_ONE, step != STEP_ANY
     cut: list[tuple[int, ...]] = []
     for kind, q_start, q_end, k_start, k_end, first in rows.tolist():
         if kind == TILE:
@@ -166,7 +175,7 @@ def _cut_window(rows: Int64Array, depth: Int64Array, window: int, unit: bool) ->
         for low in range(q_start, q_end, STRIP):
             high = min(low + STRIP, q_end)
             near, far = int(depth[low:high].min()), int(depth[low:high].max())
-            reach = max(k_start, k_start + near - window + 1 - int(depth[k_start]))
+            reach = max(k_start, k_start + near - window + 1 - int(depth[k_start])) if reaches else k_start
             stop = high if kind == CAUSAL else k_end
             if reach >= stop:
                 continue

@@ -30,7 +30,7 @@ LOGIT_PAIRS = 1 << 22
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Where rows of padded tiles go: `source` rows of the flattened tiles to `target` rows, no target twice."""
+    """Where rows of padded tiles go: `source` of the flattened tiles to `target`, no target twice."""
 
     source: Tensor
     target: Tensor
@@ -143,8 +143,8 @@ def pieces_forward(
         out, lse = out[..., : v.shape[3]], lse.reshape(q.shape[:3])
     else:
         out_HRD, lse_HR = _attend(work, v.shape[3])
-        out = out_HRD.unflatten(1, (-1, work.group)).transpose(1, 2)
-        lse = lse_HR.unflatten(1, (-1, work.group)).transpose(1, 2).reshape(q.shape[:3])
+        out = _split(out_HRD, 1, work.group).transpose(1, 2)
+        lse = _split(lse_HR, 1, work.group).transpose(1, 2).reshape(q.shape[:3])
     out, lse = out.reshape(1, *q.shape[1:3], v.shape[3]), lse.contiguous()
     if sinks is not None:
         joined = _join_sinks(lse, sinks)
@@ -185,7 +185,7 @@ def _work(
         raise ValueError(f"tree_attention: the plan covers {launch.tokens} tokens, q has {q.shape[2]}")
     dtype = kernel.work_dtype(q.dtype)
     size = -(-max(q.shape[3], v.shape[3]) // kernel.alignment) * kernel.alignment
-    q_HGND = _to_size(q, size, dtype)[0].unflatten(0, (k.shape[1], group))
+    q_HGND = _split(_to_size(q, size, dtype)[0], 0, group)
     return _Work(
         launch,
         index,
@@ -200,6 +200,11 @@ def _work(
         softcap,
         window,
     )
+
+
+def _split(x: Tensor, dim: int, size: int) -> Tensor:
+    """View dim `dim` as [dim / size, size]."""
+    return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
 
 
 def _to_size(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -240,9 +245,8 @@ def _square_forward(work: _Work, square: Rectangle, out: Tensor, lse: Tensor) ->
         work.whole(causal=True),
     )
     low, high = low * work.group, high * work.group
-    shape = (-1, work.group)
-    out[:, low:high].unflatten(1, shape).copy_(part_out[..., : out.shape[-1]].transpose(1, 2))
-    lse[:, low:high].unflatten(1, shape).copy_(part_lse.transpose(1, 2))
+    _split(out[:, low:high], 1, work.group).copy_(part_out[..., : out.shape[-1]].transpose(1, 2))
+    _split(lse[:, low:high], 1, work.group).copy_(part_lse.transpose(1, 2))
 
 
 def _rectangle_forward(work: _Work, rectangle: Rectangle, out: Tensor, lse: Tensor) -> None:
@@ -279,7 +283,7 @@ def _batch_forward(work: _Work, batch: TileBatch, index: _BatchIndex, out: Tenso
 
 def _tiles(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """Gather rows of [H, *, D] into tiles [H, n, size, D]."""
-    return x.index_select(1, rows).unflatten(1, (tokens.shape[0], -1))
+    return _split(x.index_select(1, rows), 1, rows.shape[0] // tokens.shape[0])
 
 
 def _merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -326,7 +330,7 @@ def pieces_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), grad_sinks
     work = _work(q, k, v, subtree_end, column, segments_host, pieces, scale, softcap, window)
     dq_HRD, dk, dv = _Backward(work, grad, out, lse).run()
-    dq = dq_HRD if work.launch.single else dq_HRD.unflatten(1, (-1, work.group)).transpose(1, 2)
+    dq = dq_HRD if work.launch.single else _split(dq_HRD, 1, work.group).transpose(1, 2)
     dq = dq[..., : q.shape[3]].reshape(q.shape)
     dk, dv = dk[..., : k.shape[3]].unsqueeze(0), dv[..., : v.shape[3]].unsqueeze(0)
     return (
@@ -349,12 +353,12 @@ class _Backward:
     """Accumulators and per-piece steps of one backward call."""
 
     def __init__(self, work: _Work, grad: Tensor, out: Tensor, lse: Tensor) -> None:
-        heads, group, _, size = work.q_HGND.shape
+        _, group, _, size = work.q_HGND.shape
         dtype = work.q_HGND.dtype
         self.work = work
-        self.grad_HGND = _to_size(grad, size, dtype)[0].unflatten(0, (heads, group))
-        self.out_HGND = _to_size(out, size, dtype)[0].unflatten(0, (heads, group))
-        self.lse_HGN = finite_lse(lse)[0].unflatten(0, (heads, group))
+        self.grad_HGND = _split(_to_size(grad, size, dtype)[0], 0, group)
+        self.out_HGND = _split(_to_size(out, size, dtype)[0], 0, group)
+        self.lse_HGN = _split(finite_lse(lse)[0], 0, group)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [H, R, D] (for one square [H, G, N, D]), dk and dv [H, N, D]."""
@@ -393,7 +397,7 @@ class _Backward:
         )  # fmt: skip
         group = work.group
         part = self.dq[:, square.q_start * group : square.q_end * group]
-        part.unflatten(1, (-1, group)).add_(dq.transpose(1, 2))
+        _split(part, 1, group).add_(dq.transpose(1, 2))
         self.dk[:, rows] += dk[:, 0]
         self.dv[:, rows] += dv[:, 0]
 
@@ -419,7 +423,7 @@ class _Backward:
             _tiles(work.k_HND, keys, index.k_tokens),
             _tiles(work.v_HND, keys, index.k_tokens),
             _tiles(self.out_HRD, index.q_rows, index.q_tokens),
-            self.lse_HR.index_select(1, index.q_rows).unflatten(1, (index.q_tokens.shape[0], -1)),
+            _tiles(self.lse_HR, index.q_rows, index.q_tokens),
             tile,
         )
         _add_rows(self.dq, dq, index.q_scatter)

@@ -24,6 +24,8 @@ __all__ = ["CAUSAL", "FULL", "INFO", "TILE", "PieceCount", "count_pieces", "plan
 IntArray = npt.NDArray[np.int32]
 
 INFO, CAUSAL, FULL, TILE = 0, 1, 2, 3
+# What is known of the columns along a path: they grow by one, by at least one, or anyhow.
+STEP_ONE, STEP_UP, STEP_ANY = 1, 0, -1
 
 # Query-key pairs that cost as much as one more kernel call (measured: 60 us at 8 heads of 64, one core).
 CALL_PAIRS = 2048
@@ -39,13 +41,13 @@ def plan_pieces(segments: npt.ArrayLike, column: npt.ArrayLike | None = None, *,
     Args:
         segments: int [S, 4], rows (start, end, parent row or -1, subtree end of the start token) by start. A
             leaf pad is a row of one token whose subtree end is its start.
-        column: int [N], grid columns, or None. Known columns make sliding windows exact on the host; unknown
-            ones only cost masks.
+        column: int [N], grid columns, or None. Known columns make sliding windows exact on the host. If None,
+            columns are taken to grow by at least one along every path.
         tile: largest subtree in tokens that is masked as a whole; larger on devices where a call is dear.
 
     Returns:
         int32 [P, 6], rows (kind, q start, q end, k start, k end, first). The first row is
-        (INFO, N, column span or -1, 1 if every column step is 1, tile, 0). `first` marks the diagonal pieces:
+        (INFO, N, column span or -1, column step, tile, 0). `first` marks the diagonal pieces:
         these partition the tokens, in order.
 
     Raises:
@@ -76,14 +78,15 @@ def plan_pieces(segments: npt.ArrayLike, column: npt.ArrayLike | None = None, *,
 
 def _info(table: npt.NDArray[np.int64], tokens: int, column: npt.ArrayLike | None, tile: int) -> Row:
     if column is None or tokens == 0:
-        return (INFO, tokens, -1, 0, tile, 0)
+        return (INFO, tokens, -1, STEP_UP, tile, 0)
     col = np.asarray(column, np.int64)
     before = np.arange(-1, tokens - 1)
     parent = table[:, 2]
     before[table[:, 0]] = np.where(parent >= 0, table[parent, 1] - 1, -1)
     inner = before >= 0
-    unit = bool((col[inner] - col[before[inner]] == 1).all())
-    return (INFO, tokens, int(col.max() - col.min()) + 1, int(unit), tile, 0)
+    steps = col[inner] - col[before[inner]]
+    step = STEP_ONE if (steps == 1).all() else STEP_UP if (steps >= 1).all() else STEP_ANY
+    return (INFO, tokens, int(col.max() - col.min()) + 1, step, tile, 0)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class _Planner:
         return lights
 
     def _cheapest(self, start: int, end: int, part: _Part) -> _Part:
-        """Return `part`, or one masked square over its tokens where they are few and the square costs less."""
+        """Return `part`, or one masked square over its tokens if they are few and the square costs less."""
         square = (TILE, start, end, start, end, 1)
         single = len(part.diagonal) + len(part.rest) == 1
         if end - start > SMALL_TREE or single or _row_cost(square) > part.cost:

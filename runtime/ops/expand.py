@@ -156,6 +156,11 @@ def _save_take(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dim, ctx.size = dim, x.shape[dim]
 
 
+def _save_take_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.dim = inputs[2]
+
+
 torch.library.register_autograd(
     "treecompile::take",
     lambda ctx, grad: (take_backward(grad, ctx.saved_tensors[0], ctx.dim, ctx.size), None, None),
@@ -164,8 +169,5 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "treecompile::take_backward",
     lambda ctx, grad: (take(grad, ctx.saved_tensors[0], ctx.dim), None, None, None),
-    setup_context=lambda ctx, inputs, output: (
-        ctx.save_for_backward(inputs[1]),
-        setattr(ctx, "dim", inputs[2]),
-    ),
+    setup_context=_save_take_backward,
 )

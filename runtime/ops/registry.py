@@ -9,7 +9,8 @@ import torch
 
 __all__ = ["LIBRARY", "define", "register_autocast"]
 
-LIBRARY = torch.library.Library("treecompile", "FRAGMENT")
+# torch.library.Library has no annotations.
+LIBRARY: Any = torch.library.__dict__["Library"]("treecompile", "FRAGMENT")
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
