@@ -1,0 +1,147 @@
+"""Which masked positions does anything downstream read?
+
+A padded position may be dropped from the tree only where nothing reads what the captured graph would have computed
+there. This pass walks the dense tail from each value that leaves the packed graph and writes, as a boolean grid value,
+the positions that are read: a product with a loss mask reads where the mask is not zero, a cross-entropy where the
+label is not ignored, a graph output nowhere (its padded positions are zero by definition), anything unknown everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from treecompile.passes.kinds import Kind, Kinds
+from treecompile.passes.ops.views import arg
+from treecompile.passes.rule import lookup, value_of
+from treecompile.runtime import demand as runtime
+from treecompile.runtime.program import WHOLE, Region
+
+__all__ = ["EVERYWHERE", "NOWHERE", "Demand"]
+
+aten = torch.ops.aten
+EVERYWHERE = "*"
+NOWHERE = ""
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.default, aten.squeeze.dims, aten.flatten.using_ints, aten.contiguous.default, aten.clone.default,
+}  # fmt: skip
+
+
+class Demand:
+    """Demand of one classified graph.
+
+    Args:
+        kinds: the graph; the nodes that compute the demand are appended to it, before its output.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds = kinds
+        self._output = next(n for n in kinds.graph.nodes if n.op == "output")
+
+    def of(self, frontier: Iterable[fx.Node]) -> Any:
+        """Grid positions at which any of these values is read: NOWHERE, EVERYWHERE or a boolean [B, T] node."""
+        total: Any = NOWHERE
+        for node in frontier:
+            value = self.kinds.values[node]
+            if value.form == "weighted":
+                return EVERYWHERE
+            source = value.data[0] if value.form in ("gather", "cross_entropy") else node
+            region = self.kinds.region(source)
+            if region is None:
+                continue
+            read = self._labels(node, region) if value.form == "cross_entropy" else self._read(node, region)
+            if read == EVERYWHERE and region == WHOLE:
+                return EVERYWHERE
+            if read == EVERYWHERE:
+                read = self._call(runtime.everywhere, region)
+            if read != NOWHERE:
+                total = self._either(total, self._call(runtime.to_grid, region, read))
+        return total
+
+    # ---- walking the tail -----------------------------------------------------------------------------------------
+
+    def _read(self, node: fx.Node, region: Region) -> Any:
+        total: Any = NOWHERE
+        for user in node.users:
+            if user.op == "output" or self.kinds.values.get(user) is None:
+                continue
+            if self.kinds.values[user].kind is not Kind.PRIVATE:
+                continue
+            total = self._either(total, self._through(node, user, region))
+        return total
+
+    def _through(self, node: fx.Node, user: fx.Node, region: Region) -> Any:
+        """What `user` reads of `node`."""
+        form = self.kinds.values[user].form
+        if form == "cross_entropy":
+            return NOWHERE  # counted at the loss itself
+        if form == "gather":
+            return NOWHERE
+        if user.target in _RESHAPES:
+            return self._read(user, region)
+        rule = lookup(user.target)
+        if rule is None or rule.family != "pointwise" or tuple(value_of(user).shape) != tuple(value_of(node).shape):
+            return EVERYWHERE
+        return self._both(self._read(user, region), self._factor(node, user, region))
+
+    def _factor(self, node: fx.Node, user: fx.Node, region: Region) -> Any:
+        """Where a pointwise op can pass its operand on at all."""
+        name = user.target._schema.name.removeprefix("aten::") if isinstance(user.target, torch._ops.OpOverload) else ""
+        if name == "mul":
+            others = [a for a in user.args if isinstance(a, fx.Node) and a is not node]
+            if len(others) == 1 and self._known(others[0]):
+                return self._call(runtime.nonzero_in, region, others[0], False)
+        if name == "where" and user.args[0] is not node and self._known(user.args[0]):
+            chosen = user.args[1] is node and user.args[2] is not node
+            rejected = user.args[2] is node and user.args[1] is not node
+            if chosen or rejected:
+                return self._call(runtime.nonzero_in, region, user.args[0], rejected)
+        if name == "masked_fill" and user.args[0] is node and self._known(user.args[1]):
+            return self._call(runtime.nonzero_in, region, user.args[1], True)
+        return EVERYWHERE
+
+    def _labels(self, node: fx.Node, region: Region) -> Any:
+        """A cross-entropy reads where its label is not ignored; with reduction none, only what is read of it."""
+        target = self.kinds.values[node].data[1]
+        ignore = arg(node, 4, "ignore_index", -100)
+        with self.kinds.graph.inserting_before(self._output):
+            kept = self.kinds.graph.call_function(aten.ne.Scalar, (target, ignore))
+        return self._call(runtime.nonzero_in, region, kept, False)
+
+    # ---- algebra --------------------------------------------------------------------------------------------------
+
+    def _known(self, node: Any) -> bool:
+        if not isinstance(node, fx.Node):
+            return False
+        value = self.kinds.values[node]
+        return value.kind is Kind.GRID or (value.kind is Kind.UNIFORM and value.pure)
+
+    def _call(self, function: Callable[..., Any], region: Region, *args: Any) -> fx.Node:
+        steps = tuple(
+            (kind, *(self.kinds.named[b] if isinstance(b, str) else b for b in bounds)) for kind, *bounds in region
+        )
+        with self.kinds.graph.inserting_before(self._output):
+            return self.kinds.graph.call_function(function, (*args, self.kinds.ids, *steps))
+
+    def _either(self, a: Any, b: Any) -> Any:
+        if isinstance(a, str) and isinstance(b, str):
+            return EVERYWHERE if EVERYWHERE in (a, b) else NOWHERE
+        if isinstance(a, str) or isinstance(b, str):
+            word, node = (a, b) if isinstance(a, str) else (b, a)
+            return EVERYWHERE if word == EVERYWHERE else node
+        return self._join(aten.logical_or.default, a, b)
+
+    def _both(self, a: Any, b: Any) -> Any:
+        if NOWHERE in (a, b):
+            return NOWHERE
+        if isinstance(a, str) or isinstance(b, str):
+            return b if isinstance(a, str) else a
+        return self._join(aten.logical_and.default, a, b)
+
+    def _join(self, target: Any, a: fx.Node, b: fx.Node) -> fx.Node:
+        with self.kinds.graph.inserting_before(self._output):
+            return self.kinds.graph.call_function(target, (a, b))

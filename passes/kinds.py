@@ -1,0 +1,874 @@
+"""What every value of the graph is: the walk that proves which values depend on a token's prefix only.
+
+After the infer walk every dim is known as a tuple of axes. This walk names each value's kind:
+
+    UNIFORM   no token axis: weights, constants
+    GRID      computed from per-batch integer inputs before any weight is touched: ids, masks, positions, labels
+    SHARED    per token, a function of the token's prefix: lives on packed rows
+    PAIR      over (query, key): attention scores and probabilities on their way to an attention
+    PRIVATE   per grid position: runs as captured, on expanded values, in the dense tail
+
+The soundness argument is one sentence: a SHARED value is computed by token-local ops and tree attention from key
+columns, and two grid positions share a packed row only if all key columns agree along their whole prefix.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from treecompile.passes.axes import Axis, Dim, Dims, resolve, same_dim
+from treecompile.passes.masks import MaskReader, MaskSpec, Unproved
+from treecompile.passes.ops.pointwise import tensor_args
+from treecompile.passes.ops.views import arg, axis_index
+from treecompile.passes.reasons import Reason, Refusal, reason_at
+from treecompile.passes.rule import Facts, Infer, Rule, lookup, value_of
+from treecompile.runtime.program import WHOLE, Region
+
+__all__ = ["AttentionSite", "Kind", "Kinds", "Region", "Scores", "Value"]
+
+aten = torch.ops.aten
+
+
+# Reading a size is not reading a value: sizes are rewritten from the dims.
+_SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
+
+
+class Kind(enum.Enum):
+    OTHER = "other"
+    UNIFORM = "uniform"
+    GRID = "grid"
+    SHARED = "shared"
+    PAIR = "pair"
+    PRIVATE = "private"
+
+
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention to rewrite: operands as graph nodes, and what it may see."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    spec: MaskSpec
+    scale: Any
+    softcap: float = 0.0
+    sinks: fx.Node | None = None
+    transposed_k: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores or probabilities under construction: matmul, scale, softcap, mask, sinks, softmax, in model order."""
+
+    q: fx.Node
+    k: fx.Node
+    stage: str
+    scale: tuple[tuple[str, Any], ...] = ()
+    softcap: float = 0.0
+    bias: tuple[Any, ...] = ()
+    sinks: fx.Node | None = None
+
+
+@dataclass
+class Value:
+    """Kind of one node and, where it is not the plain copy, how it is written."""
+
+    kind: Kind
+    form: str = "copy"
+    reason: Reason | None = None
+    data: Any = None
+    pure: bool = False
+
+
+@dataclass
+class Kinds:
+    """The walk. Results: `values`, `keys`, `sites`, `regions` (per token axis), `uses_column`."""
+
+    graph: fx.Graph
+    infer: Infer
+    parameters: set[fx.Node]
+    constants: dict[fx.Node, Any] = field(default_factory=dict)
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    keys: dict[fx.Node, None] = field(default_factory=dict)
+    sites: dict[fx.Node, AttentionSite] = field(default_factory=dict)
+    batch: Axis | None = None
+    seq: Axis | None = None
+    uses_column: bool = False
+    named: dict[str, fx.Node] = field(default_factory=dict)
+    ids: fx.Node | None = None
+
+    # ---- entry ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Classify every node.
+
+        Raises:
+            Refusal: the graph cannot be packed.
+        """
+        self._selected: dict[tuple[object, ...], Region] = {}
+        self._seed()
+        self.masks = MaskReader(
+            self.infer.facts, self.batch, self._seq, lambda n: self.values[n].kind is Kind.GRID, self._constant
+        )
+        cone = self._cone()
+        self._in_cone = True
+        # The cone is closed under ancestors, so that the key set is complete before anything below it is judged.
+        for wanted in (True, False):
+            self._in_cone = wanted
+            for node in self.graph.nodes:
+                if node.op != "output" and (node in cone) is wanted:
+                    self.values[node] = self._decide(node)
+        self._check()
+
+    @property
+    def _seq(self) -> Axis:
+        assert self.seq is not None
+        return self.seq
+
+    def _seed(self) -> None:
+        """The batch and sequence axes are those of the ids of the first embedding that reads a graph input."""
+        for node in self.graph.nodes:
+            if node.target is not aten.embedding.default or not _from_input(node.args[1]):
+                continue
+            axes = [axis for dim in self.infer.dims(node.args[1]) for axis in resolve(dim)]
+            self.ids = node.args[1]
+            if len(axes) == 2:
+                self.batch, self.seq = axes
+                return
+            value = value_of(node.args[1])
+            if len(axes) == 1 and value.dim() >= 1 and axes[0].key() == _last_axis(self.infer.dims(node.args[1])):
+                # One row: the batch has no axis.
+                self.batch, self.seq = None, axes[0]
+                return
+        raise Refusal(
+            reason_at(
+                None,
+                "no-token-ids",
+                "no embedding of token ids in this graph",
+                "the prefix tree is built from token ids, and this graph receives hidden states or no tokens at all",
+                "compile the whole model, so that the embedding and the layers are captured together",
+            )
+        )
+
+    def _cone(self) -> set[fx.Node]:
+        """Everything that can reach an op that mixes tokens: its inputs are the tree key."""
+        stack = [n for n in self.graph.nodes if n.op == "call_function" and self._mixes(n)]
+        cone: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in cone:
+                continue
+            cone.add(node)
+            stack.extend(node.all_input_nodes)
+        return cone
+
+    def _mixes(self, node: fx.Node) -> bool:
+        rule = lookup(node.target)
+        if rule is None or node not in self.infer.facts:
+            return False
+        if rule.family == "attention":
+            return True
+        return rule.family == "matmul" and any(self.token_axes((dim,)) for dim in self.infer.facts[node].mixed)
+
+    # ---- axes -----------------------------------------------------------------------------------------------------
+
+    def dims(self, node: fx.Node) -> Dims:
+        return self.infer.dims(node)
+
+    def region_of_axis(self, axis: Axis) -> Region | None:
+        """The region along which a token axis runs; None for an axis that carries no tokens."""
+        root = axis.find()
+        if root.key() in self._selected:
+            return self._selected[root.key()]
+        if root.key() == self._seq.key():
+            return WHOLE
+        if root.span is not None:
+            base = self.region_of_axis(root.span.base)
+            if base is not None:
+                return (*base, ("slice", self._named(root.span.start), self._named(root.span.stop)))
+        return None
+
+    def _named(self, bound: Any) -> Any:
+        """A slice bound; one computed in the graph goes by the name of its node."""
+        if isinstance(bound, fx.Node):
+            self.named[bound.name] = bound
+            return bound.name
+        return bound
+
+    def is_batch(self, axis: Axis) -> bool:
+        """The batch axis, or a slice of it."""
+        root = axis.find()
+        while root.span is not None:
+            root = root.span.base.find()
+        return self.batch is not None and root.key() == self.batch.key()
+
+    def token_axes(self, dims: Iterable[Dim]) -> list[Axis]:
+        """Batch and sequence axes (and slices, and selections) among dims."""
+        return [
+            axis
+            for dim in dims
+            for axis in resolve(dim)
+            if self.is_batch(axis) or self.region_of_axis(axis) is not None
+        ]
+
+    def seq_axes(self, dims: Iterable[Dim]) -> list[Axis]:
+        return [axis for axis in self.token_axes(dims) if not self.is_batch(axis)]
+
+    def region(self, node: fx.Node) -> Region | None:
+        """The region of a SHARED value; None if it has no sequence axis."""
+        axes = self.seq_axes(self.dims(node))
+        return self.region_of_axis(axes[0]) if axes else None
+
+    def fits_grid(self, dims: Dims) -> bool:
+        """At most one batch and one sequence axis, in dims of their own, and nothing else."""
+        axes = [resolve(dim) for dim in dims if resolve(dim)]
+        flat = [axis for dim in axes for axis in dim]
+        return (
+            all(len(dim) == 1 for dim in axes)
+            and len(self.token_axes(dims)) == len(flat)
+            and sum(self.is_batch(a) for a in flat) <= 1
+            and len(self.seq_axes(dims)) <= 1
+        )
+
+    def has_batch(self, node: fx.Node) -> bool:
+        return any(self.is_batch(axis) for axis in self.token_axes(self.dims(node)))
+
+    # ---- deciding -------------------------------------------------------------------------------------------------
+
+    def _constant(self, node: fx.Node) -> Any:
+        return self.constants.get(node)
+
+    def _decide(self, node: fx.Node) -> Value:
+        if node.op == "placeholder":
+            return self._placeholder(node)
+        if node.op == "get_attr":
+            return Value(Kind.UNIFORM, pure=True)
+        args = [a for a in node.all_input_nodes if self.values[a].kind is not Kind.OTHER]
+        if not _is_tensor_node(node):
+            tensors = [] if node.target in _SIZES else [a for a in args if _is_tensor_node(a)]
+            if any(self.values[a].kind in (Kind.SHARED, Kind.PAIR, Kind.PRIVATE) for a in tensors):
+                return Value(Kind.PRIVATE, reason=self._scalar_reason(node))
+            return Value(Kind.OTHER)
+        rule = lookup(node.target)
+        self._refuse_random(node, rule)
+        for a in args:
+            if self.values[a].kind is Kind.PRIVATE:
+                return self._private(node, self.values[a].reason)
+        if any(self.values[a].kind is Kind.PAIR for a in args):
+            return self._pair_op(node)
+        facts = self.infer.facts[node]
+        tokens = self.token_axes(dim for out in facts.outs for dim in out)
+        if all(self.values[a].kind is Kind.UNIFORM for a in args) and not tokens:
+            return Value(Kind.UNIFORM, pure=all(self.values[a].pure for a in args))
+        if all(self._pre_evaluable(a) for a in args) and (args or not self._has_features(facts)):
+            if not self._has_features(facts) or not self._local(node, rule, args):
+                return Value(Kind.GRID)
+        if rule is not None and rule.special is not None:
+            found = rule.special(self, node)
+            if found is not None:
+                return found
+        blocked = self._blocked(node, rule, args)
+        if blocked is None:
+            return self._shared(node, rule, args)
+        return self._private(node, blocked)
+
+    def _placeholder(self, node: fx.Node) -> Value:
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor):
+            return Value(Kind.OTHER)
+        dims = self.dims(node)
+        tokens = self.token_axes(dims)
+        integral = not (value.is_floating_point() or value.is_complex())
+        if not tokens:
+            return Value(Kind.UNIFORM, pure=integral and node not in self.parameters)
+        batched = any(self.is_batch(axis) for axis in tokens)
+        if node in self.parameters or value.requires_grad or not self.fits_grid(dims):
+            if batched or len(self.seq_axes(dims)) != 1:
+                if integral and not value.requires_grad:
+                    return Value(Kind.GRID)
+                return Value(Kind.PRIVATE, reason=self._input_reason(node))
+            self.uses_column = True
+            return Value(Kind.SHARED, form="table")
+        return Value(Kind.GRID)
+
+    def _pre_evaluable(self, node: fx.Node) -> bool:
+        value = self.values[node]
+        return value.kind is Kind.GRID or (value.kind is Kind.UNIFORM and value.pure)
+
+    def _has_features(self, facts: Facts) -> bool:
+        """Whether an output has an axis that is neither batch nor sequence."""
+        return any(
+            self.region_of_axis(axis) is None and not self.is_batch(axis)
+            for out in facts.outs
+            for dim in out
+            for axis in resolve(dim)
+        )
+
+    def _local(self, node: fx.Node, rule: Rule | None, args: list[fx.Node]) -> bool:
+        return self._blocked(node, rule, args) is None
+
+    def _blocked(self, node: fx.Node, rule: Rule | None, args: list[fx.Node]) -> Reason | None:
+        """Why the op is not local to a token; None if it is."""
+        facts = self.infer.facts[node]
+        name = _op_name(node)
+        if rule is None or facts.opaque:
+            if self.token_axes(dim for a in args for dim in self.dims(a)):
+                return reason_at(
+                    node,
+                    "no-rule",
+                    f"no tree rule for {name}",
+                    "it reads values that carry tokens, and without a rule it may mix them",
+                    "move it after the model or out of the compiled region; the ops before it stay packed",
+                )
+        for dim in facts.mixed:
+            if self.token_axes((dim,)):
+                return self._mixing_reason(node, dim)
+        for a, b in facts.pairs:
+            if self.token_axes((a, b)) and resolve(a) and resolve(b) and not same_dim(a, b):
+                return reason_at(
+                    node,
+                    "misaligned",
+                    f"{name} combines different positions",
+                    "its operands run over different slices of the sequence, or over axes not proved to be the same",
+                    "nothing to do: it runs on the expanded values",
+                )
+        for out in facts.outs:
+            if len(self.seq_axes(out)) > 1 or sum(self.is_batch(x) for x in self.token_axes(out)) > 1:
+                return self._mixing_reason(node, out[-1])
+            if any(self.is_batch(x) and x.find().span is not None for x in self.token_axes(out)):
+                return self._mixing_reason(node, out[0])
+        return self._crossing(node, args)
+
+    def _crossing(self, node: fx.Node, args: list[fx.Node]) -> Reason | None:
+        """Whether the grid operands of a shared op may become columns of the key."""
+        for a in args:
+            if self.values[a].kind is not Kind.GRID or self._scalar(a):
+                continue
+            dims = self.dims(a)
+            if not self.fits_grid(dims) or not self.seq_axes(dims):
+                return reason_at(
+                    node,
+                    "row-value",
+                    f"{_op_name(node)} reads {a.name}, which is not one value per position",
+                    "only values with one entry per position of the grid can become part of the tree key",
+                    "nothing to do unless this is inside the model: then expand it to [batch, sequence] first",
+                )
+            if any(self.region_of_axis(axis) != WHOLE for axis in self.seq_axes(dims)):
+                return reason_at(
+                    node, "sliced-input", f"{_op_name(node)} reads a slice of a per-position input",
+                    "it is not aligned with the tokens of the tree", "nothing to do: it runs on the expanded values",
+                )  # fmt: skip
+            if not self._in_cone and a not in self.keys and not self._leaves(a) <= self.keys.keys():
+                return reason_at(
+                    node, "row-input", f"{_op_name(node)} reads {a.name}, which belongs to the row",
+                    "labels, advantages, masks of the loss and old log-probs differ between rows that share a token",
+                    "nothing to do: it runs on the expanded values",
+                )  # fmt: skip
+        return None
+
+    def _scalar(self, node: fx.Node) -> bool:
+        return not self.token_axes(self.dims(node))
+
+    def _leaves(self, node: fx.Node) -> set[fx.Node]:
+        """Integer grid values that a floating grid value is computed from, token by token."""
+        value = value_of(node)
+        if not value.is_floating_point() or node.op == "placeholder":
+            return {node}
+        args = tensor_args(node)
+        rule = lookup(node.target)
+        if rule is None or self._blocked_form(node, rule):
+            return {node}
+        out: set[fx.Node] = set()
+        for a in args:
+            out |= self._leaves(a) if self.values[a].kind is Kind.GRID and not self._scalar(a) else set()
+        return out or {node}
+
+    def _blocked_form(self, node: fx.Node, rule: Rule) -> bool:
+        """Whether a floating grid value must be packed itself rather than recomputed on packed rows."""
+        facts = self.infer.facts[node]
+        return (
+            rule.special is not None
+            or any(self.token_axes((dim,)) for dim in facts.mixed)
+            or any(not self.fits_grid(self.dims(a)) for a in tensor_args(node))
+            or rule.family in ("arange",)
+        )
+
+    def packs_itself(self, node: fx.Node) -> bool:
+        """Whether a GRID value enters the packed graph as an input of its own."""
+        return self._leaves(node) == {node}
+
+    def _shared(self, node: fx.Node, rule: Rule | None, args: list[fx.Node]) -> Value:
+        for a in args:
+            if self.values[a].kind is Kind.GRID and not self._scalar(a):
+                for leaf in self._leaves(a):
+                    self.keys.setdefault(leaf)
+                    if not self.has_batch(leaf):
+                        self.uses_column = True
+        facts = self.infer.facts[node]
+        if node.target is aten.slice.Tensor and self._cuts_tokens(node):
+            if self.values[node.args[0]].kind is Kind.UNIFORM:
+                self.uses_column = True
+                return Value(Kind.SHARED, form="table")
+            return Value(Kind.SHARED, form="take")
+        if rule is not None and rule.family == "embedding" and self.token_axes(facts.mixed):
+            return self._private(node, self._mixing_reason(node, facts.mixed[0]))
+        return Value(Kind.SHARED)
+
+    def _cuts_tokens(self, node: fx.Node) -> bool:
+        out, before = self.dims(node), self.dims(node.args[0])
+        return any(self.token_axes((o,)) and not same_dim(o, b) for o, b in zip(out, before, strict=True))
+
+    def _private(self, node: fx.Node, reason: Reason | None) -> Value:
+        rule = lookup(node.target)
+        if rule is not None and rule.family == "attention":
+            raise Refusal(
+                reason
+                or reason_at(
+                    node, "private-attention", "an attention reads values that are not shared",
+                    "its inputs belong to the row", "move the op that reads per-row values after the model",
+                )  # fmt: skip
+            )
+        return Value(Kind.PRIVATE, reason=reason)
+
+    # ---- refusals -------------------------------------------------------------------------------------------------
+
+    def _refuse_random(self, node: fx.Node, rule: Rule | None) -> None:
+        target = node.target
+        if rule is not None and rule.random:
+            p, train = arg(node, 1, "p", 0.5), arg(node, 2, "train", True)
+            if train and p != 0:
+                raise Refusal(
+                    reason_at(
+                        node, "dropout", f"dropout with p={p} in training",
+                        "each row draws its own noise, so rows with a common prefix no longer agree on it",
+                        "set the dropout to 0 (attention_dropout, hidden_dropout, lora_dropout) or call model.eval()",
+                    )  # fmt: skip
+                )
+            return
+        drawn = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+        if drawn and (rule is None or rule.family != "attention"):
+            raise Refusal(
+                reason_at(
+                    node, "random", f"{_op_name(node)} draws random numbers",
+                    "each row draws its own, so rows with a common prefix no longer agree",
+                    "draw them outside of the compiled region",
+                )  # fmt: skip
+            )
+
+    def _mixing_reason(self, node: fx.Node, dim: Dim) -> Reason:
+        along = "batch" if all(self.is_batch(a) for a in self.token_axes((dim,))) else "sequence"
+        if len(resolve(dim)) > 1:
+            along = "batch and sequence"
+        return reason_at(
+            node,
+            "mixes-tokens",
+            f"{_op_name(node)} mixes positions along the {along} axis",
+            "a packed token would meet tokens that are not its ancestors",
+            "move it after the model or out of the compiled region; the ops before it stay packed",
+        )
+
+    def _scalar_reason(self, node: fx.Node) -> Reason:
+        return reason_at(
+            node, "scalar", f"{_op_name(node)} turns a tensor into a number",
+            "the number would be that of the packed tensor", "keep it a tensor",
+        )  # fmt: skip
+
+    def _input_reason(self, node: fx.Node) -> Reason:
+        return reason_at(
+            node, "dense-input", f"the graph input {node.name} has a batch axis and features or gradients",
+            "values per position that are not token ids cannot be part of the tree key",
+            "pass token ids instead of embeddings, or call the op that uses it after the model",
+        )  # fmt: skip
+
+    def _check(self) -> None:
+        if not self.sites:
+            private = next((v.reason for v in self.values.values() if v.kind is Kind.PRIVATE and v.reason), None)
+            raise Refusal(
+                private
+                or reason_at(
+                    None, "no-attention", "no attention in this graph",
+                    "without attention there is little to share beyond a table lookup",
+                    "compile the whole model, so that the embedding and the layers are captured together",
+                )  # fmt: skip
+            )
+        first = next(iter(self.sites.values()))
+        for node, site in self.sites.items():
+            same = (site.spec.visible, site.spec.documents) == (first.spec.visible, first.spec.documents)
+            if not same:
+                raise Refusal(
+                    reason_at(
+                        node, "mixed-masks", "attentions with different padding or document masks",
+                        "a padded token is dropped or kept for all attentions alike",
+                        "use the same attention mask in every layer (windows may differ)",
+                    )  # fmt: skip
+                )
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        for node in self.graph.nodes:
+            if node.op == "call_function" and self.values[node].kind is Kind.PAIR:
+                for user in node.users:
+                    if user is output or self.values[user].kind is Kind.PRIVATE:
+                        raise Refusal(
+                            reason_at(
+                                node, "attention-weights", "attention weights are read outside of an attention",
+                                "the tree never forms the [T, T] matrix",
+                                "call without output_attentions, or compute them outside of the compiled region",
+                            )  # fmt: skip
+                        )
+
+    # ---- attention ------------------------------------------------------------------------------------------------
+
+    def attention(self, node: fx.Node) -> Value:
+        """A call of scaled_dot_product_attention, or of the leaf."""
+        q, k, v = node.args[:3]
+        leaf = node.target is torch.ops.treecompile.leaf_attention.default
+        mask = arg(node, 3, "attn_mask")
+        spec = MaskSpec()
+        if leaf:
+            names = ("q", "k", "v", "mask", "sinks", "scale", "softcap")
+            given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+            mask, scale = given.get("mask"), given.get("scale")
+            site = AttentionSite(q, k, v, spec, scale, float(given.get("softcap") or 0.0), given.get("sinks"))
+        else:
+            if arg(node, 4, "dropout_p", 0.0) != 0.0:
+                raise Refusal(
+                    reason_at(
+                        node, "dropout", f"attention dropout with p={arg(node, 4, 'dropout_p')}",
+                        "each row draws its own noise, so rows with a common prefix no longer agree on it",
+                        "set attention_dropout to 0 or call model.eval()",
+                    )  # fmt: skip
+                )
+            scale = arg(node, 6, "scale")
+            if arg(node, 5, "is_causal", False):
+                spec = MaskSpec(causal=True)
+            site = AttentionSite(q, k, v, spec, scale)
+        if mask is not None:
+            site = replace(site, spec=spec.merge(self._classify(node, [self.masks.express(mask)])))
+        return self._site(node, site)
+
+    def _classify(self, node: fx.Node, exprs: Iterable[Any]) -> MaskSpec:
+        spec = MaskSpec()
+        try:
+            for expr in exprs:
+                spec = spec.merge(self.masks.classify(expr))
+        except Unproved as unproved:
+            raise Refusal(
+                reason_at(
+                    node, "mask", "an attention mask that is not proved causal",
+                    str(unproved),
+                    "use a causal mask, padding, a sliding window or restarting position_ids; "
+                    "pass a [batch, sequence] attention_mask rather than a 4-D one",
+                )  # fmt: skip
+            ) from None
+        return spec
+
+    def _site(self, node: fx.Node, site: AttentionSite) -> Value:
+        if not site.spec.causal:
+            raise Refusal(
+                reason_at(
+                    node, "not-causal", "an attention that is not causal",
+                    f"every query sees later tokens, so nothing depends on the prefix alone "
+                    f"(mask: {self._describe(site.spec)})",
+                    "only causal models can share prefixes",
+                )  # fmt: skip
+            )
+        for operand, role in ((site.q, "query"), (site.k, "key"), (site.v, "value")):
+            value = self.values[operand]
+            dims = self.dims(operand)
+            at = -1 if role == "key" and site.transposed_k else -2
+            along = resolve(dims[at]) if len(dims) >= 2 else ()
+            lead = dims[:-2]
+            fine = (
+                value.kind is Kind.SHARED
+                and len(along) == 1
+                and self.region_of_axis(along[0]) == WHOLE
+                and not self.seq_axes(lead)
+                and len(dims) >= 3
+            )
+            if not fine:
+                raise Refusal(
+                    value.reason
+                    or reason_at(
+                        node, "attention-operand", f"the {role} of an attention does not run over the tokens",
+                        "one row of it must belong to one token (cross-attention, KV caches and sliced queries do not)",
+                        "run generation and cached steps uncompiled; nothing is lost but the sharing",
+                    )  # fmt: skip
+                )
+        self.sites[node] = site
+        return Value(Kind.SHARED, form="attention")
+
+    def _describe(self, spec: MaskSpec) -> str:
+        parts = ["causal"] if spec.causal else []
+        parts += [f"window {spec.window}"] if spec.window else []
+        parts += [f"visible[{n.name}]" for n, _ in spec.visible] + [f"document[{n.name}]" for n in spec.documents]
+        return " and ".join(parts) or "none"
+
+    # ---- attention written out ------------------------------------------------------------------------------------
+
+    def attention_product(self, node: fx.Node) -> Value | None:
+        """``q @ k.T``: the result has the sequence axis twice."""
+        out = self.dims(node)
+        q, k = node.args[:2]
+        is_scores = (
+            len(self.seq_axes(out[-2:-1])) == 1
+            and len(self.seq_axes(out[-1:])) == 1
+            and all(isinstance(x, fx.Node) and self.values[x].kind is Kind.SHARED for x in (q, k))
+            and not any(self.token_axes((dim,)) for dim in self.infer.facts[node].mixed)
+        )
+        return Value(Kind.PAIR, data=Scores(q, k, "scores")) if is_scores else None
+
+    def attention_softmax(self, node: fx.Node) -> Value | None:
+        return None
+
+    def attention_max(self, node: fx.Node) -> Value | None:
+        return None
+
+    def _pair_op(self, node: fx.Node) -> Value:
+        """One step of an attention written out: each recognised op refines the scores."""
+        found = self._pair_step(node)
+        if found is None:
+            raise Refusal(
+                reason_at(
+                    node, "attention-form", f"{_op_name(node)} on attention scores",
+                    "between q @ k.T and @ v only scale, softcap, masks, sinks, softmax and casts are understood",
+                    "use scaled_dot_product_attention, or output_attentions=False",
+                )  # fmt: skip
+            )
+        return found
+
+    def _pair_step(self, node: fx.Node) -> Value | None:
+        target = node.target
+        args = list(node.args)
+        if target is operator.getitem:
+            inner = self.values[args[0]].data
+            if isinstance(inner, tuple) and inner[0] == "max" and args[1] == 0:
+                return Value(Kind.PAIR, data=("rowmax", inner[1]))
+            return Value(Kind.PAIR, data=("unused", None)) if isinstance(inner, tuple) and inner[0] == "max" else None
+        pairs = [a for a in args if isinstance(a, fx.Node) and self.values[a].kind is Kind.PAIR]
+        if target is aten.cat.default:
+            return self._sink_column(node)
+        first = self.values[pairs[0]].data if pairs else None
+        if not isinstance(first, Scores):
+            return None
+        name = target._schema.name.removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else ""
+        if target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.alias.default, aten._to_copy.default,
+                      aten.contiguous.default, aten.type_as.default, aten.clone.default):  # fmt: skip
+            return Value(Kind.PAIR, data=first)
+        if target is aten.dropout.default and first.stage == "probs":
+            return Value(Kind.PAIR, data=first)
+        if first.stage == "capping":
+            capped = name == "mul" and len(pairs) == 1 and first.softcap in args
+            return Value(Kind.PAIR, data=replace(first, stage="scores")) if capped else None
+        if first.stage == "scores":
+            return self._scores_step(node, name, first, pairs)
+        if first.stage == "sunk" and target is aten.slice.Tensor:
+            cut = axis_index(arg(node, 1, "dim", 0), len(self.dims(node))) == len(self.dims(node)) - 1
+            drops_sink = arg(node, 2, "start", 0) in (0, None) and arg(node, 3, "end") == -1
+            return Value(Kind.PAIR, data=replace(first, stage="probs")) if cut and drops_sink else None
+        if first.stage == "probs" and name in ("matmul", "bmm") and args[0] is pairs[0]:
+            return self._finish(node, first, args[1])
+        return None
+
+    def _scores_step(self, node: fx.Node, name: str, scores: Scores, pairs: list[fx.Node]) -> Value | None:
+        args = list(node.args)
+        other = next((a for a in args if a is not pairs[0]), None)
+        if name in ("mul", "div") and self._is_number(other) and args[0] is pairs[0]:
+            return Value(Kind.PAIR, data=self._scaled(scores, name, other))
+        if name == "mul" and self._is_number(args[0]):
+            return Value(Kind.PAIR, data=self._scaled(scores, name, args[0]))
+        if name == "tanh":
+            cap = self._pending_cap(scores)
+            return Value(Kind.PAIR, data=replace(cap, stage="capping")) if cap is not None else None
+        if name == "add" and len(pairs) == 1 and node.kwargs.get("alpha", 1) == 1 and isinstance(other, fx.Node):
+            if self.values[other].kind is Kind.GRID:
+                return Value(Kind.PAIR, data=replace(scores, bias=(*scores.bias, self.masks.express(other))))
+            return None
+        if name in ("where", "masked_fill"):
+            return self._filled(node, name, scores, pairs[0])
+        if name in ("softmax", "_softmax") and axis_index(args[1], len(self.dims(node))) == len(self.dims(node)) - 1:
+            return Value(Kind.PAIR, data=replace(scores, stage="sunk" if scores.sinks is not None else "probs"))
+        if node.target is aten.max.dim or node.target is aten.amax.default:
+            dim = args[1] if isinstance(args[1], int) else args[1][0]
+            if axis_index(dim, len(self.dims(pairs[0]))) != len(self.dims(pairs[0])) - 1:
+                return None
+            kind = "max" if node.target is aten.max.dim else "rowmax"
+            return Value(Kind.PAIR, data=(kind, pairs[0]))
+        if name == "sub" and len(pairs) == 2 and self.values[pairs[1]].data == ("rowmax", pairs[0]):
+            return Value(Kind.PAIR, data=scores)  # softmax does not see a shift of the row
+        return None
+
+    def _filled(self, node: fx.Node, name: str, scores: Scores, pair: fx.Node) -> Value | None:
+        """where(mask, scores, minimum) and scores.masked_fill(~mask, minimum)."""
+        cond, fill = (node.args[0], node.args[2]) if name == "where" else (node.args[1], node.args[2])
+        keep = node.args[1] is pair if name == "where" else False
+        low = self.masks.express(fill)
+        cond_expr = self.masks.express(cond) if isinstance(cond, fx.Node) else None
+        if cond_expr is None or low is None or not getattr(low, "is_number", False):
+            return None
+        from treecompile.passes.masks import _choose
+
+        bias = _choose(cond_expr, 0, low) if keep else _choose(cond_expr, low, 0)
+        return Value(Kind.PAIR, data=replace(scores, bias=(*scores.bias, bias)))
+
+    def _is_number(self, x: Any) -> bool:
+        if isinstance(x, (int, float)):
+            return True
+        if not isinstance(x, fx.Node):
+            return False
+        if not _is_tensor_node(x):
+            return True
+        return self.values[x].kind is Kind.UNIFORM and value_of(x).dim() == 0
+
+    def _scaled(self, scores: Scores, name: str, factor: Any) -> Scores:
+        return replace(scores, scale=(*scores.scale, (name, factor)))
+
+    def _pending_cap(self, scores: Scores) -> Scores | None:
+        """tanh after a division by c: softcap c, confirmed by the multiplication that follows."""
+        if scores.bias or not scores.scale or scores.softcap:
+            return None
+        name, factor = scores.scale[-1]
+        if name != "div" or not isinstance(factor, (int, float)):
+            return None
+        return replace(scores, scale=scores.scale[:-1], softcap=float(factor))
+
+    def _sink_column(self, node: fx.Node) -> Value | None:
+        """cat([scores, sinks expanded to one column], -1)."""
+        parts = list(node.args[0])
+        if len(parts) != 2 or axis_index(arg(node, 1, "dim", 0), len(self.dims(node))) != len(self.dims(node)) - 1:
+            return None
+        scores = self.values[parts[0]].data
+        sinks = self._sink_vector(parts[1])
+        if not isinstance(scores, Scores) or scores.stage != "scores" or sinks is None:
+            return None
+        return Value(Kind.PAIR, data=replace(scores, sinks=sinks))
+
+    def _sink_vector(self, node: Any) -> fx.Node | None:
+        """The [heads] weight behind reshape(1, heads, 1, 1).expand(...)."""
+        while isinstance(node, fx.Node) and node.target in (aten.expand.default, aten.reshape.default, aten.view.default):
+            if self.values[node.args[0]].kind is Kind.UNIFORM and value_of(node.args[0]).dim() == 1:
+                return node.args[0]
+            node = node.args[0]
+        return None
+
+    def _finish(self, node: fx.Node, scores: Scores, v: fx.Node) -> Value:
+        spec = self._classify(node, scores.bias)
+        site = AttentionSite(
+            scores.q, scores.k, v, spec, scores.scale, scores.softcap, scores.sinks, transposed_k=True
+        )
+        return self._site(node, site)
+
+    # ---- reductions, selections and private indices --------------------------------------------------------------
+
+    def weighted_reduction(self, node: fx.Node) -> Value | None:
+        """sum and mean over batch and sequence together: every packed row counts as often as it occurs."""
+        x = node.args[0]
+        facts = self.infer.facts[node]
+        if self.values[x].kind is not Kind.SHARED:
+            return None
+        tokens = self.token_axes(dim for dim in facts.mixed)
+        if not tokens or self.token_axes(facts.out):
+            return None
+        return Value(Kind.SHARED, form="weighted")
+
+    def select_rows(self, node: fx.Node) -> Value | None:
+        """``x[mask]`` with a boolean [B, T] mask: a region of the grid given by data."""
+        x, indices = node.args[0], list(node.args[1])
+        value = self.values[x]
+        if value.kind is not Kind.SHARED or len(indices) != 1 or indices[0] is None:
+            return None
+        mask = indices[0]
+        if value_of(mask).dtype is not torch.bool or not self._pre_evaluable(mask):
+            return None
+        dims, mask_dims = self.dims(x), self.dims(mask)
+        lead = dims[: value_of(mask).dim()]
+        axes = [axis for dim in lead for axis in resolve(dim)]
+        expected = [a for a in axes if self.is_batch(a)] + [a for a in axes if not self.is_batch(a)]
+        if axes != expected or len(self.token_axes(lead)) != len(axes) or self.token_axes(dims[len(lead) :]):
+            return None
+        base = self.region(x)
+        if base is None or len(lead) != len(mask_dims):
+            return None
+        out = self.dims(node)
+        axis = resolve(out[0])[0]
+        self._selected[axis.key()] = (*base, ("mask", self._named(mask)))
+        return Value(Kind.SHARED, form="take")
+
+    def gather_private(self, node: fx.Node) -> Value | None:
+        """``x.gather(-1, labels[..., None])``: read (row, label) from packed rows, one per grid position."""
+        x, index = node.args[0], node.args[2]
+        dims = self.dims(x)
+        at = axis_index(node.args[1], len(dims))
+        if self.values[x].kind is not Kind.SHARED or not self._pre_evaluable(index):
+            return None
+        if at != len(dims) - 1 or value_of(index).shape[-1] != 1 or self.token_axes((dims[-1],)):
+            return None
+        if self._aligned_key(node, index):
+            return None
+        if not self._is_region(dims[:-1]):
+            return None
+        return Value(Kind.PRIVATE, form="gather", data=(x, index))
+
+    def _aligned_key(self, node: fx.Node, index: fx.Node) -> bool:
+        """An index that is part of the key is local: the plain gather serves."""
+        return self.values[index].kind is Kind.GRID and self._blocked(node, lookup(node.target), [index]) is None
+
+    def _is_region(self, dims: Dims) -> bool:
+        """Batch and sequence (or a selection), in grid order, and nothing else."""
+        axes = [axis for dim in dims for axis in resolve(dim)]
+        if len(self.token_axes(dims)) != len(axes) or len(self.seq_axes(dims)) != 1:
+            return False
+        return len(axes) == 1 or (len(axes) == 2 and self.is_batch(axes[0]))
+
+    def cross_entropy(self, node: fx.Node) -> Value | None:
+        """Cross-entropy of shared logits with private labels: log-softmax on packed rows, labels on the grid."""
+        x, target = node.args[:2]
+        weight, smoothing = arg(node, 2, "weight"), arg(node, 5, "label_smoothing", 0.0)
+        dims = self.dims(x)
+        integral = not value_of(target).is_floating_point()
+        plain = weight is None and smoothing == 0.0 and integral and len(dims) == 2
+        if self.values[x].kind is not Kind.SHARED or not plain or not self._pre_evaluable(target):
+            return None
+        if not self._is_region(dims[:1]) or self.token_axes(dims[1:]):
+            return None
+        return Value(Kind.PRIVATE, form="cross_entropy", data=(x, target))
+
+
+def _is_tensor_node(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return any(isinstance(item, torch.Tensor) for item in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target)
+
+
+def _last_axis(dims: Dims) -> tuple[object, ...] | None:
+    axes = resolve(dims[-1])
+    return axes[0].key() if len(axes) == 1 else None
+
+
+def _from_input(node: Any) -> bool:
+    """Whether an index is computed from an integer graph input."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if not isinstance(current, fx.Node) or current in seen:
+            continue
+        seen.add(current)
+        value = value_of(current)
+        if current.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() >= 1:
+            if not (value.is_floating_point() or value.is_complex()):
+                return True
+        stack.extend(current.all_input_nodes)
+    return False

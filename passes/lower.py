@@ -1,0 +1,172 @@
+"""Dynamo graph -> flat pre-dispatch ATen graph.
+
+One spelling per op, attention and linear whole, autograd still ahead. Activation-checkpoint regions are inlined and
+their nodes tagged with the region, so that analysis sees one flat graph; the emitter folds them back. In-place ops on
+fresh tensors become functional; any other mutation is refused, because the packed graph would lose it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from treecompile.passes.reasons import Refusal, reason_at
+
+__all__ = ["checkpoint_kwargs", "lower", "region_of"]
+
+aten = torch.ops.aten
+REGION = "treecompile_region"
+
+# In-place ops whose functional twin has the same arguments.
+_FUNCTIONAL: dict[Any, Any] = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.add_.Scalar: aten.add.Scalar,
+    aten.mul_.Scalar: aten.mul.Scalar,
+    aten.clamp_.default: aten.clamp.default,
+    aten.relu_.default: aten.relu.default,
+    aten.silu_.default: aten.silu.default,
+    aten.exp_.default: aten.exp.default,
+    aten.neg_.default: aten.neg.default,
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.masked_fill_.Tensor: aten.masked_fill.Tensor,
+    aten.scatter_.value: aten.scatter.value,
+    aten.scatter_.src: aten.scatter.src,
+    aten.scatter_add_.default: aten.scatter_add.default,
+    aten.detach_.default: aten.detach.default,
+    aten.bitwise_and_.Tensor: aten.bitwise_and.Tensor,
+    aten.sigmoid_.default: aten.sigmoid.default,
+    aten.tanh_.default: aten.tanh.default,
+    aten.tril_.default: aten.tril.default,
+    aten.triu_.default: aten.triu.default,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,
+}
+
+
+class _Inliner(fx.Interpreter):
+    """Runs a Dynamo graph under tracing; checkpoint regions are run inline with their nodes tagged."""
+
+    def __init__(self, gm: fx.GraphModule, regions: dict[int, dict[str, Any]], tag: int | None = None) -> None:
+        super().__init__(gm)
+        self._regions, self._tag = regions, tag
+        if tag is not None:
+            for node in gm.graph.nodes:
+                node.meta["custom"] = {**node.meta.get("custom", {}), REGION: tag}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            tag = self._tag
+            if tag is None:
+                tag = len(self._regions)
+                self._regions[tag] = dict(kwargs)
+            return _Inliner(args[0], self._regions, tag).run(*args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+def region_of(node: fx.Node) -> int | None:
+    """The checkpoint region a lowered node belongs to."""
+    found = node.meta.get("custom", {}).get(REGION)
+    return found if isinstance(found, int) else None
+
+
+def lower(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, dict[int, dict[str, Any]]]:
+    """Retrace a Dynamo graph.
+
+    Args:
+        gm: the graph as a backend receives it.
+        fakes: example values of its placeholders (``meta["example_value"]``).
+
+    Returns:
+        The lowered graph, placeholders in the same order, and the keyword arguments of each checkpoint region.
+
+    Raises:
+        Refusal: a mutation that cannot be made functional.
+    """
+    mode = next(fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode"))
+    regions: dict[int, dict[str, Any]] = {}
+    with preserve_node_meta(), mode, enable_python_dispatcher():
+        lowered = make_fx(
+            lambda *args: _Inliner(gm, regions).run(*args), pre_dispatch=True, _allow_non_fake_inputs=True
+        )(*fakes)
+    for node in lowered.graph.nodes:
+        if node.op == "call_function" and REGION not in node.meta.get("custom", {}):
+            node.meta["custom"] = {k: v for k, v in node.meta.get("custom", {}).items() if k != REGION}
+    _functionalize(lowered)
+    return lowered, regions
+
+
+def checkpoint_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the checkpoint call that the emitter writes."""
+    return {name: value for name, value in kwargs.items() if name in ("use_reentrant", "preserve_rng_state")}
+
+
+def _functionalize(gm: fx.GraphModule) -> None:
+    """Rewrite ``x.op_(...)`` on fresh tensors as ``y = x.op(...)`` with later uses of x reading y."""
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if not node.target._schema.is_mutable:
+            continue
+        base = node.args[0]
+        twin = _FUNCTIONAL.get(node.target)
+        if node.target is aten.copy_.default and _is_fresh(base, node, order):
+            twin = aten.expand_as.default
+            node.args = (_cast_like(gm, node, base), base)
+        elif twin is None or not _is_fresh(base, node, order):
+            raise Refusal(
+                reason_at(
+                    node,
+                    "in-place",
+                    f"{node.target} changes a tensor in place",
+                    "the tensor has other names (it is an input, a view or has views), and the packed graph would not "
+                    "see the change through them",
+                    "write the out-of-place form (y = x.op(...)) or move it out of the compiled region",
+                )
+            )
+        node.target = twin
+        if node is not base:
+            later = [user for user in base.users if order.get(user, 0) > order[node] and user is not node]
+            for user in later:
+                user.replace_input_with(base, node)
+    gm.recompile()
+
+
+def _cast_like(gm: fx.GraphModule, node: fx.Node, base: fx.Node) -> Any:
+    source = node.args[1]
+    if source.meta["val"].dtype == base.meta["val"].dtype:
+        return source
+    with gm.graph.inserting_before(node):
+        cast = gm.graph.call_function(aten.to.dtype, (source, base.meta["val"].dtype))
+    cast.meta = dict(node.meta)
+    cast.meta["val"] = source.meta["val"].to(base.meta["val"].dtype)
+    return cast
+
+
+# Ops whose output may share memory with an input.
+def _may_alias(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    schema = node.target._schema
+    if any(ret.alias_info is not None for ret in schema.returns) and not schema.is_mutable:
+        return True
+    return node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default, aten.reshape.default)
+
+
+def _is_fresh(base: Any, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether nothing but `base` names its memory when `node` changes it."""
+    if not isinstance(base, fx.Node) or _may_alias(base):
+        return False
+    earlier = itertools.takewhile(lambda n: n is not node, base.graph.nodes)
+    return not any(base in other.all_input_nodes and _may_alias(other) for other in earlier)

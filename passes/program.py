@@ -1,0 +1,288 @@
+"""The pipeline: captured graph in, tree program out.
+
+    lower -> infer -> kinds -> demand -> emit -> cut
+
+Each step is a function of the last one's result; :func:`build` runs them in this order and keeps what the report shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from treecompile.passes.demand import Demand
+from treecompile.passes.emit import Emitter, Extract, Finish, expand_spec, extract, outline_regions, pack_spec
+from treecompile.passes.kinds import Kind, Kinds
+from treecompile.passes.lower import checkpoint_kwargs, lower
+from treecompile.passes.ops.views import arg
+from treecompile.passes.reasons import Reason, user_line
+from treecompile.passes.rule import Infer, lookup, value_of
+from treecompile.runtime.losses import nll_from_log_probs
+from treecompile.runtime.program import WHOLE, Frontier, Input, PackSpec, TreeSpec
+
+__all__ = ["Draft", "Rewrite", "build"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One rewritten node: what it was, what it became, where in the user's code."""
+
+    kind: str
+    before: str
+    after: str
+    where: str
+    source: str
+
+
+@dataclass
+class Draft:
+    """A tree program before it is compiled.
+
+    Attributes:
+        lowered: the flat captured graph.
+        packed: the packed graph; its inputs are described by `inputs`.
+        keys, tail: the captured pieces around it.
+        rewrites: what was rewritten.
+        frontier_reasons: why each value leaves the packed graph.
+        stages: named graphs for the report.
+    """
+
+    lowered: fx.GraphModule
+    packed: fx.GraphModule
+    inputs: tuple[Input, ...]
+    packs: dict[str, PackSpec]
+    constants: dict[str, torch.Tensor]
+    keys: Extract
+    key_outputs: tuple[str, ...]
+    tree: TreeSpec
+    tail: Extract
+    frontier: tuple[Frontier, ...]
+    rewrites: list[Rewrite] = field(default_factory=list)
+    frontier_reasons: list[tuple[str, Reason | None]] = field(default_factory=list)
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(rewrite.kind for rewrite in self.rewrites)
+
+
+def build(gm: fx.GraphModule, fakes: Sequence[Any], is_parameter: Callable[[fx.Node], bool]) -> Draft:
+    """Prove and rewrite a captured graph.
+
+    Args:
+        gm: the Dynamo graph.
+        fakes: example values of its placeholders.
+        is_parameter: whether a placeholder of `gm` is a parameter of the model.
+
+    Raises:
+        Refusal: what cannot be proved, and why.
+    """
+    lowered, regions = lower(gm, fakes)
+    placeholders = [n for n in lowered.graph.nodes if n.op == "placeholder"]
+    originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    parameters = {new for new, old in zip(placeholders, originals, strict=True) if is_parameter(old)}
+    kinds = classify(lowered, parameters)
+    return _assemble(lowered, kinds, regions)
+
+
+def classify(lowered: fx.GraphModule, parameters: set[fx.Node]) -> Kinds:
+    """Infer every dim, then decide every kind."""
+    infer = Infer()
+    constants: dict[fx.Node, Any] = {}
+    for node in lowered.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            from treecompile.passes.rule import Facts, outputs_of
+
+            if node.op == "get_attr":
+                _note_constant(lowered, node, constants)
+            infer.facts[node] = Facts([infer.fresh(value) for value in outputs_of(node)])
+        else:
+            infer.run(node, lookup(node.target))
+    kinds = Kinds(lowered.graph, infer, parameters, constants)
+    kinds.run()
+    return kinds
+
+
+def _note_constant(gm: fx.GraphModule, node: fx.Node, constants: dict[fx.Node, Any]) -> None:
+    tensor = getattr(gm, str(node.target))
+    node.meta.setdefault("val", tensor)
+    if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and type(tensor) is torch.Tensor:
+        constants[node] = tensor.item()
+
+
+def _assemble(lowered: fx.GraphModule, kinds: Kinds, regions: dict[int, dict[str, Any]]) -> Draft:
+    output = next(n for n in lowered.graph.nodes if n.op == "output")
+    results = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else [output.args[0]]
+    cut = _Cut(kinds, results)
+    demand = Demand(kinds).of([*cut.frontier, *cut.weighted()]) if _has_padding(kinds) else ""
+    emitter = Emitter(kinds, lowered.graph)
+    emitter.run(cut.frontier)
+    emitter.graph.output(tuple(emitter.get(node) for node in cut.frontier))
+    packed = fx.GraphModule(lowered, emitter.graph)
+    _drop_dead(packed)
+    outline_regions(packed, {tag: checkpoint_kwargs(kw) for tag, kw in regions.items()})
+    inputs = tuple(emitter.inputs)
+    tree, key_nodes = _tree_spec(kinds, inputs, demand, lowered)
+    keys = extract(lowered, list(key_nodes.values()), set())
+    tail = extract(lowered, results, set(cut.frontier), cut.finish())
+    by_name = {n.name: n for n in lowered.graph.nodes}
+    packs = {i.name: pack_spec(kinds, by_name[i.name]) for i in inputs if i.role == "pack"}
+    constants = {i.name: getattr(lowered, i.name) for i in inputs if i.role == "constant"}
+    frontier = tuple(_frontier(kinds, node) for node in cut.frontier)
+    return Draft(
+        lowered, packed, inputs, packs, constants, keys, tuple(key_nodes), tree, tail, frontier,
+        _rewrites(kinds, emitter), cut.reasons(),
+    )  # fmt: skip
+
+
+class _Cut:
+    """Where the packed graph ends: shared values that private nodes or outputs read."""
+
+    def __init__(self, kinds: Kinds, results: Sequence[Any]) -> None:
+        self.kinds = kinds
+        self.frontier: list[fx.Node] = []
+        self._readers: dict[fx.Node, fx.Node | None] = {}
+        self._seen: set[fx.Node] = set()
+        for result in results:
+            if isinstance(result, fx.Node):
+                self._visit(result, None)
+
+    def _visit(self, node: fx.Node, reader: fx.Node | None) -> None:
+        stack: list[tuple[fx.Node, fx.Node | None]] = [(node, reader)]
+        while stack:
+            node, reader = stack.pop()
+            if node in self._seen:
+                continue
+            self._seen.add(node)
+            value = self.kinds.values[node]
+            if self._leaves_packed(node):
+                self.frontier.append(node)
+                self._readers[node] = reader
+                if value.form in ("gather", "cross_entropy"):
+                    stack.extend((a, node) for a in node.all_input_nodes if a is not value.data[0])
+            else:
+                stack.extend((a, node) for a in node.all_input_nodes)
+
+    def _leaves_packed(self, node: fx.Node) -> bool:
+        value = self.kinds.values[node]
+        if value.form in ("gather", "cross_entropy"):
+            return True
+        if value.kind is not Kind.SHARED or node.op == "placeholder":
+            return False
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            return False
+        # A value by column alone is the same in every row: the tail computes it as captured.
+        by_column = self.kinds.batch is not None and self.kinds.seq_axes(self.kinds.dims(node)) and not (
+            self.kinds.has_batch(node) or any(step[0] == "mask" for step in self.kinds.region(node) or ())
+        )
+        return not by_column
+
+    def weighted(self) -> list[fx.Node]:
+        """Weighted reductions read every position of their operand."""
+        return [n for n, v in self.kinds.values.items() if v.form == "weighted"]
+
+    def finish(self) -> dict[fx.Node, Finish]:
+        """What the tail does with values picked per grid position: shape them, or finish the loss."""
+        out: dict[fx.Node, Finish] = {}
+        for node in self.frontier:
+            value = self.kinds.values[node]
+            if value.form == "gather":
+                out[node] = Finish((value.data[1],), _shaped)
+            elif value.form == "cross_entropy":
+                out[node] = Finish((value.data[1],), _loss(node))
+        return out
+
+    def reasons(self) -> list[tuple[str, Reason | None]]:
+        out = []
+        for node, reader in self._readers.items():
+            reason = self.kinds.values[reader].reason if reader is not None else None
+            out.append((node.name, reason))
+        return out
+
+
+def _shaped(graph: fx.Graph, picked: fx.Node, needs: list[fx.Node]) -> fx.Node:
+    return graph.call_function(aten.reshape_as.default, (picked, needs[0]))
+
+
+def _loss(node: fx.Node) -> Callable[[fx.Graph, fx.Node, list[fx.Node]], fx.Node]:
+    reduction, ignore = arg(node, 3, "reduction", 1), arg(node, 4, "ignore_index", -100)
+
+    def write(graph: fx.Graph, picked: fx.Node, needs: list[fx.Node]) -> fx.Node:
+        return graph.call_function(nll_from_log_probs, (picked, needs[0], reduction, ignore))
+
+    return write
+
+
+def _frontier(kinds: Kinds, node: fx.Node) -> Frontier:
+    value = kinds.values[node]
+    if value.form in ("gather", "cross_entropy"):
+        return Frontier(node.name, None, None)
+    region = kinds.region(node)
+    return Frontier(node.name, region, expand_spec(kinds, node) if region is not None else None)
+
+
+def _has_padding(kinds: Kinds) -> bool:
+    return any(site.spec.visible for site in kinds.sites.values())
+
+
+def _drop_dead(gm: fx.GraphModule) -> None:
+    """Remove packed nodes without users, placeholders apart (their list is the calling convention)."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _tree_spec(
+    kinds: Kinds, inputs: Sequence[Input], demand: Any, lowered: fx.GraphModule
+) -> tuple[TreeSpec, dict[str, fx.Node]]:
+    """The key of the tree, and everything that the keys graph must compute, by name."""
+    site = next(iter(kinds.sites.values()))
+    windows = any(s.spec.window for s in kinds.sites.values())
+    by_name = {n.name: n for n in lowered.graph.nodes}
+    assert kinds.ids is not None
+    nodes: dict[str, fx.Node] = {kinds.ids.name: kinds.ids}
+    batched = [n for n in kinds.keys if kinds.has_batch(n) or kinds.batch is None]
+    if kinds.ids not in batched:
+        batched.insert(0, kinds.ids)
+    visible = tuple(sorted((n.name, inverted) for n, inverted in site.spec.visible))
+    documents = tuple(sorted(n.name for n in site.spec.documents))
+    for name in itertools.chain((n.name for n in batched), (n for n, _ in visible), documents, kinds.named):
+        nodes[name] = by_name[name]
+    for i in inputs:
+        if i.role in ("number", "scalar", "pack", "index"):
+            nodes[i.name] = by_name[i.name]
+    name = demand
+    if isinstance(demand, fx.Node):
+        nodes[demand.name], name = demand, demand.name
+    column = "absolute" if kinds.uses_column else "step" if windows else None
+    spec = TreeSpec(
+        kinds.ids.name, tuple(n.name for n in batched), visible, documents, column, name,
+        any(s.spec.additive for s in kinds.sites.values()),
+    )  # fmt: skip
+    return spec, nodes
+
+
+def _rewrites(kinds: Kinds, emitter: Emitter) -> list[Rewrite]:
+    out = []
+    labels = {"attention": "tree_attention", "gather": "gather_expand", "cross_entropy": "gather_expand",
+              "weighted": "weighted_reduction", "take": "sub_layout", "table": "column_table"}  # fmt: skip
+    for node, value in kinds.values.items():
+        if value.form in labels and node in emitter.env:
+            where, source = user_line(node)
+            out.append(Rewrite(labels[value.form], str(node.target), labels[value.form], where, source))
+    for node in kinds.values:
+        if node.op == "call_function" and "arange" in str(node.target) and value_of(node) is not None:
+            if kinds.values[node].kind is Kind.GRID and kinds.seq_axes(kinds.dims(node)):
+                where, source = user_line(node)
+                out.append(Rewrite("column", str(node.target), "column", where, source))
+    return out

@@ -1,0 +1,194 @@
+"""The tree of one batch on one device: the tensors that packed graphs take, and the layouts of grid regions."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treecompile.runtime.cache import TreeCache as ContentCache
+from treecompile.runtime.ops import plan_pieces
+from treecompile.runtime.tree import RolloutTree
+
+__all__ = ["PackedBatch", "RegionTensors", "TreeCache", "TreeTensors"]
+
+_KEPT_REGIONS = 16
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """The tree as arguments of the packed graph, in the order that every tree op takes them.
+
+    Attributes:
+        subtree_end: int32 [N]; column: int32 [N].
+        segments, segments_host: int32 [S, 4] on the device and on the host.
+        pieces: int32 [P, 6] on the host, the plan of the pieces executor.
+        blocks: int32 [0] on the device, reserved for block lists.
+    """
+
+    subtree_end: Tensor
+    column: Tensor
+    segments: Tensor
+    segments_host: Tensor
+    pieces: Tensor
+    blocks: Tensor
+
+
+@dataclass(frozen=True)
+class RegionTensors:
+    """The layout of a grid region on the device.
+
+    Attributes:
+        rows: int64 [H] rows of the *parent* region that this one uses.
+        row_index: int64 [M] row of each region position, -1 dropped; offsets [H + 1], positions [K]: its CSR inverse.
+        multiplicity: int64 [H] how many region positions each row stands for.
+        packed: int64 [H] packed tokens of the rows, on the host.
+    """
+
+    rows: Tensor
+    row_index: Tensor
+    offsets: Tensor
+    positions: Tensor
+    multiplicity: Tensor
+    packed: np.ndarray[Any, Any] = field(repr=False)
+
+
+class PackedBatch:
+    """A rollout tree on a device.
+
+    Args:
+        tree: the tree.
+        device: where the packed graph runs.
+    """
+
+    def __init__(self, tree: RolloutTree, device: torch.device) -> None:
+        self.tree, self.device = tree, device
+        self._layouts: dict[Any, RegionTensors] = {}
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def sharing(self) -> float:
+        """Kept grid positions for one packed token."""
+        kept = int(np.count_nonzero(self.tree.row_index >= 0))
+        return kept / max(self.tree.n, 1)
+
+    @functools.cached_property
+    def tensors(self) -> TreeTensors:
+        segments = np.ascontiguousarray(self.tree.segments, np.int32)
+        host = torch.from_numpy(segments)
+        return TreeTensors(
+            self.tree.tensor("subtree_end", self.device, torch.int32),
+            self.tree.tensor("column", self.device, torch.int32),
+            host.to(self.device),
+            host,
+            torch.from_numpy(plan_pieces(segments, self.tree.column)),
+            torch.zeros(0, dtype=torch.int32, device=self.device),
+        )
+
+    @functools.cached_property
+    def first(self) -> Tensor:
+        """int64 [N]: a grid position (flat) of each packed token."""
+        return self.tree.tensor("first", self.device)
+
+    @functools.cached_property
+    def first_column(self) -> Tensor:
+        """int64 [N]: the grid column of that position."""
+        return self.first % max(self.tree.length, 1)
+
+    def pack(self, value: Tensor, batched: bool, shape: tuple[int, ...]) -> Tensor:
+        """Grid values at packed tokens, in the packed shape (-1 stands for N)."""
+        index = self.first if batched else self.first_column
+        return value.reshape(-1).index_select(0, index).reshape(shape)
+
+    def layout(self, region: Sequence[tuple[Any, ...]], values: dict[str, Any]) -> RegionTensors:
+        """The layout of a region; slices are kept, selections by a mask are made anew.
+
+        Args:
+            region: steps from the whole grid.
+            values: named bounds and masks.
+        """
+        steps = tuple((kind, *(values[b] if isinstance(b, str) else b for b in bounds)) for kind, *bounds in region)
+        masked = any(kind == "mask" for kind, *_ in steps)
+        if masked:
+            return self._make(steps)
+        with self._lock:
+            if steps not in self._layouts:
+                if len(self._layouts) >= _KEPT_REGIONS:
+                    self._layouts.pop(next(iter(self._layouts)))
+                self._layouts[steps] = self._make(steps)
+            return self._layouts[steps]
+
+    def _make(self, steps: tuple[tuple[Any, ...], ...]) -> RegionTensors:
+        grid = np.arange(self.tree.batch * self.tree.length).reshape(self.tree.batch, self.tree.length)
+        parent: np.ndarray[Any, Any] | None = None
+        for i, (kind, *bounds) in enumerate(steps):
+            if i == len(steps) - 1:
+                parent = None if i == 0 else self.tree.layout(grid.reshape(-1)).rows
+            if kind == "slice":
+                grid = grid[:, slice(*bounds)]
+            else:
+                mask = bounds[0].cpu().numpy()
+                grid = grid[mask.reshape(grid.shape)].reshape(1, -1)
+        layout = self.tree.layout(grid.reshape(-1) if steps else None)
+        rows = layout.rows if parent is None else np.searchsorted(parent, layout.rows)
+
+        def send(array: np.ndarray[Any, Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
+
+        return RegionTensors(
+            send(rows), send(layout.row_index), send(layout.offsets), send(layout.positions),
+            send(np.diff(layout.offsets)), layout.rows,
+        )  # fmt: skip
+
+
+class TreeCache:
+    """Packed batches by content, bounded, per device: policy, reference and old-log-prob passes share one tree.
+
+    Args:
+        capacity: batches kept.
+    """
+
+    def __init__(self, capacity: int = 8) -> None:
+        self._cache: ContentCache[PackedBatch] = ContentCache(capacity)
+
+    def get(
+        self,
+        keys: Sequence[Tensor],
+        *,
+        visible: Tensor | None,
+        exact: Tensor | None,
+        documents: Tensor | None,
+        column_key: Any,
+        device: torch.device,
+    ) -> PackedBatch:
+        """The packed batch of these key columns; see :meth:`RolloutTree.from_grid`."""
+
+        def build() -> PackedBatch:
+            tree = RolloutTree.from_grid(
+                [_integral(key) for key in keys],
+                visible=visible,
+                exact=exact,
+                documents=documents,
+                column_key=column_key,
+            )
+            return PackedBatch(tree, device)
+
+        return self._cache.get([*keys, visible, exact, documents], build, device=device, options=column_key)
+
+    def clear(self) -> None:
+        """Forget all batches."""
+        self._cache.clear()
+
+
+def _integral(key: Tensor) -> Tensor:
+    """Floating keys are compared by their bits."""
+    if not key.is_floating_point():
+        return key
+    width = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[key.element_size()]
+    return key.contiguous().view(width)

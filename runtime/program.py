@@ -1,0 +1,294 @@
+"""A tree program: what runs when a packed graph is called.
+
+The passes cut a captured graph in three (`keys`, `packed`, `tail`) and describe the inputs of the packed graph as
+values of this module; :class:`TreeProgram` evaluates them in one fixed order, with the tree of the batch at hand:
+
+    arguments -> keys -> tree -> pack -> packed graph -> expand -> tail -> outputs
+
+Nothing here keeps state between calls except bounded caches keyed by content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treecompile.runtime.batch import PackedBatch, TreeCache
+from treecompile.runtime.ops import expand
+
+__all__ = ["WHOLE", "ExpandSpec", "Frontier", "Input", "PackSpec", "Region", "TreeProgram", "TreeSpec"]
+
+# A grid region, as steps from the whole grid: ("slice", start, stop) along the sequence, ("mask", name) of positions.
+# Bounds are integers, None, or the name of a value that the keys graph computes.
+Region = tuple[tuple[Any, ...], ...]
+WHOLE: Region = ()
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of the packed graph.
+
+    Attributes:
+        role: where it comes from: ``argument`` or ``constant`` of the captured graph, a ``number`` or ``scalar``
+            computed from them, a ``pack``-ed grid value, a ``tree`` tensor, an array of the layout of a region
+            (``rows``, ``row_index``, ``offsets``, ``positions``, ``multiplicity``), or the label ``index`` over one.
+        name: of the argument, value or tree tensor.
+        region: for layout arrays and indices.
+    """
+
+    role: str
+    name: str
+    region: Region = WHOLE
+
+    def text(self) -> str:
+        where = "" if self.region == WHOLE else f" of {_region_text(self.region)}"
+        return f"{self.role} {self.name}{where}".strip()
+
+
+def _region_text(region: Region) -> str:
+    parts = []
+    for step in region:
+        parts.append(f"[:, {step[1]}:{step[2]}]" if step[0] == "slice" else f"[{step[1]}]")
+    return "grid" + "".join(parts)
+
+
+@dataclass(frozen=True)
+class PackSpec:
+    """How a grid value becomes a packed column: whether it varies by row, and the packed shape (-1: N)."""
+
+    batched: bool
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpandSpec:
+    """How packed values become grid values.
+
+    Attributes:
+        axes: in order: ``"batch"``, ``"sequence"`` or the size of a feature axis.
+        groups: how many consecutive axes each dim of the value merges.
+    """
+
+    axes: tuple[Any, ...]
+    groups: tuple[int, ...]
+
+    def apply(self, packed: Tensor, layout: Sequence[Tensor], batch: int) -> Tensor:
+        """packed: rows in place of (batch, sequence); layout: row_index [M], offsets, positions."""
+        row_index, offsets, positions = layout
+        features = [axis for axis in self.axes if isinstance(axis, int)]
+        at = self.axes.index("sequence")
+        major = int(np.prod([axis for axis in self.axes[:at] if isinstance(axis, int)], dtype=np.int64))
+        x = packed.reshape(major, -1, *[a for a in self.axes[at + 1 :] if isinstance(a, int)]).movedim(1, 0)
+        out = expand(x.reshape(x.shape[0], -1), row_index, offsets, positions)
+        grid = [batch, -1] if "batch" in self.axes else [row_index.shape[0]]
+        lead = [a for a in self.axes[:at] if isinstance(a, int)]
+        out = out.reshape(row_index.shape[0], *lead, *features[len(lead) :]).reshape(*grid, *features)
+        source = ["batch", "sequence"] if "batch" in self.axes else ["sequence"]
+        order = _positions(source, self.axes)
+        out = out.permute(order)
+        shape, i = [], 0
+        for count in self.groups:
+            shape.append(int(np.prod(out.shape[i : i + count], dtype=np.int64)))
+            i += count
+        return out.reshape(shape)
+
+
+def _positions(source: list[str], axes: tuple[Any, ...]) -> list[int]:
+    """The permutation that brings (grid axes, features) into the order of `axes`."""
+    order, feature = [], len(source)
+    for axis in axes:
+        if isinstance(axis, int):
+            order.append(feature)
+            feature += 1
+        else:
+            order.append(source.index(axis))
+    return order
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """How the tree of a batch is keyed; all names are outputs of the keys graph.
+
+    Attributes:
+        ids: the grid value that gives the shape [batch, sequence].
+        keys: grid values that vary by row: two positions merge only where all agree along their prefixes.
+        visible: boolean grid values (name, inverted) that must hold for a position to be kept.
+        documents: integer grid values; positions of different documents never see each other.
+        column: "absolute" where values are read by column, "step" where column differences matter, else None.
+        demand: boolean grid value: masked positions that something downstream reads; "" for none, "*" for all.
+        additive: a masked query still averages over all keys in the captured graph (finite minimum).
+    """
+
+    ids: str
+    keys: tuple[str, ...]
+    visible: tuple[tuple[str, bool], ...] = ()
+    documents: tuple[str, ...] = ()
+    column: str | None = None
+    demand: str = ""
+    additive: bool = False
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """One output of the packed graph that the tail reads: by expansion, as it is (a global), or per position."""
+
+    name: str
+    region: Region | None
+    spec: ExpandSpec | None
+
+
+@dataclass
+class TreeProgram:
+    """A captured graph that runs on the tree.
+
+    Args:
+        arguments: names of the graph's flat arguments, in order.
+        keys: function of the arguments named in `key_arguments`, giving the values named in `key_outputs`.
+        inputs: of the packed graph, in order.
+        packs: how each packed grid value is shaped.
+        constants: tensors of the captured graph.
+        packed: ``packed(numbers, values)`` runs the packed graph: `numbers` are the values of ``number`` inputs.
+        frontier: of the packed graph's outputs.
+        tail: function of the values named in `tail_inputs`.
+        dense: the captured graph as stock Inductor compiles it.
+        observe: told how each call ran: ``observe("packed" | "dense", reason)``.
+    """
+
+    arguments: tuple[str, ...]
+    keys: Callable[..., tuple[Any, ...]]
+    key_arguments: tuple[str, ...]
+    key_outputs: tuple[str, ...]
+    tree: TreeSpec
+    inputs: tuple[Input, ...]
+    packs: dict[str, PackSpec]
+    constants: dict[str, Tensor]
+    packed: Callable[[tuple[Any, ...], list[Any]], Sequence[Any]]
+    frontier: tuple[Frontier, ...]
+    tail: Callable[..., tuple[Any, ...]]
+    tail_inputs: tuple[str, ...]
+    dense: Callable[..., Any]
+    observe: Callable[[str, str], None]
+    min_sharing: float
+    cache: TreeCache
+    last: PackedBatch | None = field(default=None, repr=False)
+
+    def __call__(self, *args: Any) -> Any:
+        given = dict(zip(self.arguments, args, strict=True))
+        with torch.no_grad():
+            grid = dict(
+                zip(self.key_outputs, self.keys(*(given[name] for name in self.key_arguments)), strict=True)
+            )
+            batch, why = self.plan(grid)
+        if batch is None:
+            self.observe("dense", why)
+            return self.dense(*args)
+        self.observe("packed", "")
+        return self.run(given, grid, batch)
+
+    def plan(self, grid: dict[str, Any]) -> tuple[PackedBatch | None, str]:
+        """The tree of this batch, or why it runs dense."""
+        shape = _grid_shape(grid[self.tree.ids])
+        visible = self._visible(grid, shape)
+        exact = self._exact(grid, visible, shape)
+        if self.tree.additive and exact is not None and visible is not None and _sees_nothing(visible, exact):
+            return None, "masked-query"
+        batch = self.cache.get(
+            [_as_grid(grid[name], shape) for name in self.tree.keys],
+            visible=visible,
+            exact=exact,
+            documents=self._documents(grid, shape),
+            column_key=self.tree.column,
+            device=grid[self.tree.ids].device,
+        )
+        if batch.tree.n == 0:
+            return None, "empty"
+        if batch.sharing < self.min_sharing:
+            return None, "min_sharing"
+        self.last = batch
+        return batch, ""
+
+    def run(self, given: dict[str, Any], grid: dict[str, Any], batch: PackedBatch) -> Any:
+        """Pack, run, expand, tail."""
+        bounds = {name: value for name, value in grid.items() if not isinstance(value, Tensor) or value.dim() > 0}
+        numbers = tuple(grid[i.name] for i in self.inputs if i.role == "number")
+        values = [self._value(i, given, grid, batch, bounds) for i in self.inputs if i.role != "number"]
+        outputs = self.packed(numbers, values)
+        known = dict(given)
+        for item, value in zip(self.frontier, outputs, strict=True):
+            if item.region is not None and item.spec is not None:
+                layout = batch.layout(item.region, bounds)
+                value = item.spec.apply(value, (layout.row_index, layout.offsets, layout.positions), batch.tree.batch)
+            known[item.name] = value
+        return self.tail(*(known[name] for name in self.tail_inputs))
+
+    def _value(
+        self, i: Input, given: dict[str, Any], grid: dict[str, Any], batch: PackedBatch, bounds: dict[str, Any]
+    ) -> Any:
+        if i.role == "argument":
+            return given[i.name]
+        if i.role == "constant":
+            return self.constants[i.name]
+        if i.role == "scalar":
+            return grid[i.name]
+        if i.role == "pack":
+            return batch.pack(grid[i.name], self.packs[i.name].batched, self.packs[i.name].shape)
+        if i.role == "tree":
+            return getattr(batch.tensors, i.name)
+        layout = batch.layout(i.region, bounds)
+        if i.role == "index":
+            return grid[i.name].reshape(-1).clamp(min=0)
+        return getattr(layout, i.role)
+
+    # ---- masks of the grid ----------------------------------------------------------------------------------------
+
+    def _visible(self, grid: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
+        visible: Tensor | None = None
+        for name, inverted in self.tree.visible:
+            bit = _as_grid(grid[name], shape) != 0
+            bit = ~bit if inverted else bit
+            visible = bit if visible is None else visible & bit
+        return visible
+
+    def _exact(self, grid: dict[str, Any], visible: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+        if visible is None or not self.tree.demand:
+            return None
+        hidden = ~visible
+        if self.tree.demand != "*":
+            hidden = hidden & _as_grid(grid[self.tree.demand], shape)
+        return hidden if bool(hidden.any()) else None
+
+    def _documents(self, grid: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
+        documents: Tensor | None = None
+        for name in self.tree.documents:
+            ids = _as_grid(grid[name], shape).to(torch.int64)
+            documents = ids if documents is None else _paired(documents, ids)
+        return documents
+
+
+def _paired(a: Tensor, b: Tensor) -> Tensor:
+    """One id per pair of ids."""
+    both = torch.stack([a.flatten(), b.flatten()])
+    return torch.unique(both, dim=1, return_inverse=True)[1].reshape(a.shape)
+
+
+def _grid_shape(ids: Tensor) -> tuple[int, int]:
+    sizes = [size for size in ids.shape]
+    return (int(np.prod(sizes[:-1], dtype=np.int64)), int(sizes[-1]))
+
+
+def _as_grid(value: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A grid value with dims of size one anywhere as [batch, sequence]."""
+    if value.numel() == shape[0] * shape[1]:
+        return value.reshape(shape)
+    return value.reshape(1, -1).expand(shape)
+
+
+def _sees_nothing(visible: Tensor, exact: Tensor) -> bool:
+    """Whether an exactly kept masked position has no visible position before it."""
+    before = visible.cumsum(1) > 0
+    return bool((exact & ~before).any())

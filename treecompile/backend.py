@@ -1,0 +1,155 @@
+"""The Dynamo backend ``tree``: found through the entry point ``torch_dynamo_backends``, no import needed.
+
+    model = torch.compile(model, backend="tree")
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from treecompile.lowering import PackedCode, compile_dense, shared_code
+from treecompile.options import Options
+from treecompile.passes.program import Draft, build
+from treecompile.passes.reasons import Reason, Refusal
+from treecompile.recorder import current
+from treecompile.runtime.batch import TreeCache
+from treecompile.runtime.errors import UnsupportedError
+from treecompile.runtime.program import TreeProgram
+
+__all__ = ["counters", "tree"]
+
+log = logging.getLogger("treecompile")
+
+# How calls and compilations went: "packed", "dense", "dense:<reason>", "compiled", "captured".
+counters: Counter[str] = Counter()
+
+_trees = TreeCache()
+
+
+def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Compile a captured graph for rollouts that share prefixes.
+
+    Args:
+        gm: graph captured by Dynamo.
+        example_inputs: its flat inputs.
+        **kwargs: ``options={...}``, see :class:`treecompile.options.Options`; ``mode`` is accepted and ignored.
+
+    Returns:
+        a function of the flat inputs: the tree program, or the dense graph where packing is not proved.
+
+    Raises:
+        OptionError: invalid options.
+        UnsupportedError: with ``on_unsupported="error"``, what cannot be packed.
+    """
+    options = Options.parse(kwargs.get("options"))
+    counters["captured"] += 1
+    fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+    try:
+        draft = build(gm, fakes, _is_parameter)
+    except Refusal as refusal:
+        return _refused(gm, example_inputs, refusal.reason, options)
+    program = _program(gm, draft, options)
+    current().captured(gm, draft, program)
+    return program
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.nn.Parameter) or (isinstance(value, Tensor) and value.requires_grad)
+
+
+def _refused(gm: fx.GraphModule, inputs: Sequence[Any], reason: Reason, options: Options) -> Callable[..., Any]:
+    """The graph as stock Inductor would have run it."""
+    current().refused(gm, reason)
+    if options.on_unsupported == "error":
+        raise UnsupportedError(
+            what=reason.what, why=reason.why, where=reason.where, source=reason.source, hint=reason.hint
+        )
+    _log_once(reason)
+    dense = _stock(gm, inputs, options)
+
+    def run(*args: Any) -> Any:
+        counters["dense"] += 1
+        counters[f"dense:{reason.slug}"] += 1
+        return dense(*args)
+
+    return run
+
+
+def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(options.compiler)(gm, list(inputs))  # type: ignore[no-any-return]
+
+
+_logged: set[str] = set()
+
+
+def _log_once(reason: Reason) -> None:
+    text = str(reason)
+    if text not in _logged:
+        _logged.add(text)
+        log.warning("runs dense: %s", text)
+
+
+def _program(gm: fx.GraphModule, draft: Draft, options: Options) -> TreeProgram:
+    shapes = {name: spec.shape for name, spec in draft.packs.items()}
+
+    def make() -> PackedCode:
+        return PackedCode(draft.packed, draft.inputs, shapes, options.compiler, _compiled)
+
+    key = canonical_text(draft, options)
+    return TreeProgram(
+        arguments=tuple(n.name for n in draft.lowered.graph.nodes if n.op == "placeholder"),
+        keys=draft.keys.module,
+        key_arguments=tuple(n.name for n in draft.keys.inputs),
+        key_outputs=draft.key_outputs,
+        tree=draft.tree,
+        inputs=draft.inputs,
+        packs=draft.packs,
+        constants=draft.constants,
+        packed=shared_code(key, make),
+        frontier=draft.frontier,
+        tail=draft.tail.module,
+        tail_inputs=tuple(n.name for n in draft.tail.inputs),
+        dense=compile_dense(gm, options.compiler),
+        observe=_observe,
+        min_sharing=options.min_sharing,
+        cache=_trees,
+    )
+
+
+def _compiled() -> None:
+    counters["compiled"] += 1
+
+
+def _observe(how: str, why: str) -> None:
+    counters[how] += 1
+    if why:
+        counters[f"{how}:{why}"] += 1
+
+
+def canonical_text(draft: Draft, options: Options) -> str:
+    """The packed graph as text that two captures of one model share: nodes renamed by order."""
+    names: dict[fx.Node, str] = {}
+    lines = [options.compiler]
+    order = iter(draft.inputs)
+    for node in draft.packed.graph.nodes:
+        names[node] = f"v{len(names)}"
+        if node.op == "placeholder":
+            spec = next(order)
+            shape = draft.packs[spec.name].shape if spec.role == "pack" else ""
+            lines.append(f"{names[node]} = {spec.role} {spec.name if spec.role == 'tree' else ''} {spec.region} {shape}")
+            continue
+        args = fx.map_arg((node.args, node.kwargs), lambda n: fx.immutable_collections.immutable_list([names[n]]))
+        body = ""
+        if node.op == "get_attr":
+            body = str(getattr(draft.packed, str(node.target)).code)
+        lines.append(f"{names[node]} = {node.op} {node.target if node.op != 'get_attr' else body} {args}")
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""Functions that become one node while Dynamo traces for the tree backend, and stay themselves for others.
+
+transformers is never imported here: `install` looks at what the program has imported, once when the backend
+is looked up and again at each compilation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch._dynamo.callback import callback_handler
+
+from treecompile.leaves import attention, experts, scope
+
+__all__ = ["LEAVES", "Leaf", "install"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One function, or one family of functions, to substitute.
+
+    Args:
+        name: for messages.
+        where: yields the functions that exist by now.
+        twin: makes what Dynamo traces instead from a copy of the function.
+    """
+
+    name: str
+    where: Callable[[], Iterable[FunctionType]]
+    twin: Callable[[FunctionType], Callable[..., Any]]
+
+
+def _named(module: str, function: str) -> Callable[[], Iterator[FunctionType]]:
+    def where() -> Iterator[FunctionType]:
+        # Not getattr: on the lazy modules of transformers that would import more of it.
+        found = getattr(sys.modules.get(module), "__dict__", {}).get(function)
+        if isinstance(found, FunctionType):
+            yield found
+
+    return where
+
+
+_MASKS = "transformers.masking_utils"
+_FLEX = "transformers.integrations.flex_attention"
+_FLASH = "transformers.integrations.flash_attention"
+_MOE = "transformers.integrations.moe"
+
+LEAVES = (
+    Leaf("flex mask", _named(_MASKS, "flex_attention_mask"), attention.mask),
+    Leaf("flash mask", _named(_MASKS, "flash_attention_mask"), attention.mask),
+    Leaf("flex attention", _named(_FLEX, "flex_attention_forward"), attention.flex_forward),
+    Leaf("flash attention", _named(_FLASH, "flash_attention_forward"), attention.flash_forward),
+    Leaf("grouped experts", _named(_MOE, "grouped_mm_experts_forward"), experts.experts),
+    Leaf("batched experts", _named(_MOE, "batched_mm_experts_forward"), experts.experts),
+    Leaf("expert loops", experts.loops, experts.experts),
+)
+
+_modules_seen = 0
+
+
+def install() -> list[str]:
+    """Substitute what the program has imported by now; cheap where nothing was imported since.
+
+    Returns:
+        Names of the leaves of which a function was substituted by this call.
+
+    Notes:
+        Dynamo calls this again at the start of every compilation, so that later imports are found.
+    """
+    global _modules_seen
+    if not isinstance(callback_handler.start_callbacks, _Callbacks):
+        callback_handler.start_callbacks = _Callbacks([*callback_handler.start_callbacks, _at_compile_start])
+    if len(sys.modules) == _modules_seen:
+        return []
+    _modules_seen = len(sys.modules)
+    functions = [(leaf, function) for leaf in LEAVES for function in leaf.where()]
+    return [leaf.name for leaf, function in functions if scope.substitute(function, leaf.twin)]
+
+
+def _at_compile_start(args: object) -> None:
+    install()
+
+
+class _Callbacks(list[Callable[..., None]]):
+    """Dynamo's list of callbacks: `torch._dynamo.reset` empties it, but keeps substitutes, so ours stays."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.append(_at_compile_start)

@@ -1,0 +1,241 @@
+"""Compile packed and dense graphs.
+
+A packed graph is compiled once for all N. It is traced with its own shape environment, where every length of the tree
+(packed tokens, segments, pieces, rows of a region, grid positions) is one symbol; sizes 0 and 1 never reach the trace,
+so nothing specialises on them. Whatever the compiler assumed about the symbols is kept and checked at each call: a
+batch outside of it gets a compilation of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from treecompile.runtime.program import Input
+
+__all__ = ["PackedCode", "clear", "compile_dense", "dynamic_dims"]
+
+# Lengths that vary with the batch, by role: (role or tree field) -> which dims, and the symbol group.
+_GROUPS: dict[str, tuple[tuple[int, str], ...]] = {
+    "subtree_end": ((0, "N"),),
+    "column": ((0, "N"),),
+    "segments": ((0, "S"),),
+    "segments_host": ((0, "S"),),
+    "pieces": ((0, "P"),),
+    "blocks": ((0, "K"),),
+}
+
+
+def dynamic_dims(spec: Input, shape: Sequence[int] | None) -> tuple[tuple[int, str], ...]:
+    """Which dims of a packed input vary, and the symbol group of each."""
+    if spec.role == "tree":
+        return _GROUPS[spec.name]
+    if spec.role == "pack" and shape is not None:
+        return tuple((i, "N") for i, size in enumerate(shape) if size == -1)
+    region = repr(spec.region)
+    where = "N" if not spec.region else f"H{region}"
+    return {
+        "rows": ((0, where),),
+        "multiplicity": ((0, where),),
+        "row_index": ((0, f"M{region}"),),
+        "index": ((0, f"M{region}"),),
+        "positions": ((0, f"K{region}"),),
+        "offsets": ((0, f"O{region}"),),
+    }.get(spec.role, ())
+
+
+@dataclass
+class _Variant:
+    """One compilation and what it assumed."""
+
+    run: Callable[..., Any]
+    guards: list[sympy.Expr]
+    symbols: dict[str, sympy.Symbol]
+
+    def serves(self, sizes: dict[str, int]) -> bool:
+        if not self.guards:
+            return True
+        values = {symbol: sizes[group] for group, symbol in self.symbols.items()}
+        return all(guard.xreplace(values) == sympy.true for guard in self.guards)
+
+
+class PackedCode:
+    """A packed graph and its compilations, shared by all programs with the same graph.
+
+    Args:
+        gm: the packed graph.
+        inputs: of the graph, in order.
+        shapes: packed shapes of ``pack`` inputs.
+        compiler: "inductor" or "aot_eager".
+        on_compile: told of each compilation.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Input],
+        shapes: dict[str, tuple[int, ...]],
+        compiler: str,
+        on_compile: Callable[[], None],
+    ) -> None:
+        self.gm, self.inputs, self.compiler, self._on_compile = gm, tuple(inputs), compiler, on_compile
+        self._dynamic = [dynamic_dims(i, shapes.get(i.name)) for i in self.inputs if i.role != "number"]
+        self._variants: dict[Any, list[_Variant]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, numbers: tuple[Any, ...], values: list[Any]) -> Sequence[Any]:
+        """Run the packed graph; compiles on first need.
+
+        Args:
+            numbers: values of the ``number`` inputs, constants of the compilation.
+            values: all other inputs, in order.
+        """
+        sizes = self._sizes(values)
+        if any(size < 2 for group, size in sizes.items() if group[0] in "NHM"):
+            return self._numbered(numbers)(*values)
+        key = (numbers, _ambient(values))
+        with self._lock:
+            found = next((v for v in self._variants.get(key, ()) if v.serves(sizes)), None)
+            if found is None:
+                found = self._compile(numbers, values, sizes)
+                self._variants.setdefault(key, []).append(found)
+        return found.run(*values)
+
+    def _sizes(self, values: list[Any]) -> dict[str, int]:
+        return {
+            group: value.shape[dim]
+            for value, dims in zip(values, self._dynamic, strict=True)
+            for dim, group in dims
+        }
+
+    def _numbered(self, numbers: tuple[Any, ...]) -> fx.GraphModule:
+        """The packed graph with its numbers written in."""
+        if not numbers:
+            return self.gm
+        graph = fx.Graph()
+        given = iter(numbers)
+        constants: dict[fx.Node, Any] = {}
+        env: dict[fx.Node, fx.Node] = {}
+        specs = iter(self.inputs)
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" and next(specs).role == "number":
+                constants[node] = next(given)
+                continue
+            copied = graph.create_node(
+                node.op,
+                node.target,
+                fx.map_arg(node.args, lambda n: constants[n] if n in constants else env[n]),
+                fx.map_arg(node.kwargs, lambda n: constants[n] if n in constants else env[n]),
+                node.name,
+            )
+            copied.meta = dict(node.meta)
+            env[node] = copied
+        return fx.GraphModule(self.gm, graph)
+
+    def _compile(self, numbers: tuple[Any, ...], values: list[Any], sizes: dict[str, int]) -> _Variant:
+        self._on_compile()
+        env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        hints = _distinct(sizes)
+        fakes, symbols = [], dict[str, sympy.Symbol]()
+        for value, dims in zip(values, self._dynamic, strict=True):
+            fake = _fake(value, dims, hints, mode)
+            fakes.append(fake)
+            for dim, group in dims:
+                symbols[group] = fake.shape[dim].node.expr
+        run = _compile_graph(self._numbered(numbers), fakes, mode, self.compiler)
+        guards = [guard.expr for guard in env.guards]
+        guards += [sympy.Eq(symbol, to) for symbol, to in env.replacements.items() if symbol in symbols.values()]
+        return _Variant(run, [g for g in guards if g != sympy.true], symbols)
+
+
+def _distinct(sizes: dict[str, int]) -> dict[str, int]:
+    """A sample size for each group: its own where possible, never 0 or 1, never that of another group."""
+    taken: set[int] = set()
+    out: dict[str, int] = {}
+    for group in sorted(sizes, key=lambda g: (g != "N", g)):
+        size = max(sizes[group], 5)
+        while size in taken:
+            size += 1
+        taken.add(size)
+        out[group] = size
+    return out
+
+
+def _fake(value: Any, dims: Sequence[tuple[int, str]], hints: dict[str, int], mode: FakeTensorMode) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    shape = list(value.shape)
+    sample = value
+    if dims:
+        for dim, group in dims:
+            shape[dim] = hints[group]
+        sample = torch.empty(shape, dtype=value.dtype, device=value.device)
+    dynamic = {dim for dim, _ in dims}
+    policy = [DimDynamic.DUCK if i in dynamic else DimDynamic.STATIC for i in range(len(shape))]
+    return mode.from_tensor(sample, static_shapes=False, symbolic_context=StatelessSymbolicContext(policy))
+
+
+def _ambient(values: Sequence[Any]) -> tuple[Any, ...]:
+    """State that a compilation bakes in."""
+    autocast = tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )
+    tensors = tuple(
+        (v.dtype, v.device, v.requires_grad, v.dim()) if isinstance(v, Tensor) else v for v in values
+    )
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, tensors)
+
+
+def _compile_graph(gm: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, compiler: str) -> Callable[..., Any]:
+    """AOTAutograd plus the compiler, without a second Dynamo pass."""
+    with tracing(TracingContext(mode)):
+        if compiler == "aot_eager":
+            from functorch.compile import aot_module_simplified, make_boxed_func  # type: ignore[attr-defined]
+
+            def nop(graph: fx.GraphModule, _: Any) -> Any:
+                return make_boxed_func(graph.forward)
+
+            return aot_module_simplified(gm, fakes, fw_compiler=nop, bw_compiler=nop)  # type: ignore[no-any-return]
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(gm, fakes)  # type: ignore[return-value]
+
+
+def compile_dense(gm: fx.GraphModule, compiler: str) -> Callable[..., Any]:
+    """The captured graph through the stock compiler, compiled at its first call."""
+
+    # Dynamo skips graph modules made inside of a backend; a plain function around one it compiles.
+    def captured(*args: Any) -> Any:
+        return gm(*args)
+
+    return torch.compile(captured, backend=compiler)
+
+
+_codes: dict[str, PackedCode] = {}
+_codes_lock = threading.Lock()
+
+
+def shared_code(key: str, make: Callable[[], PackedCode]) -> PackedCode:
+    """One PackedCode per canonical graph text."""
+    with _codes_lock:
+        if key not in _codes:
+            _codes[key] = make()
+        return _codes[key]
+
+
+def clear() -> None:
+    """Forget all compilations."""
+    with _codes_lock:
+        _codes.clear()

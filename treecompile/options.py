@@ -1,0 +1,57 @@
+"""Options of the backend, validated at once: ``torch.compile(model, backend="tree", options={...})``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from treecompile.runtime.errors import OptionError
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose.
+
+    Attributes:
+        on_unsupported: "dense" runs a graph that cannot be proved as stock Inductor would, and logs why once;
+            "error" raises :class:`UnsupportedError`.
+        min_sharing: a batch with fewer kept grid positions for one packed token than this runs dense.
+        compiler: what runs the graphs: "inductor", or "aot_eager" (no code generation: for tests and debugging).
+
+    Example:
+        >>> Options.parse({"min_sharing": 1.5}).min_sharing
+        1.5
+    """
+
+    on_unsupported: str = "dense"
+    min_sharing: float = 1.05
+    compiler: str = "inductor"
+
+    @staticmethod
+    def parse(given: dict[str, Any] | None) -> Options:
+        """Options from a dict.
+
+        Raises:
+            OptionError: an unknown name or a value out of range, with the nearest valid one.
+        """
+        given = dict(given or {})
+        names = tuple(f.name for f in fields(Options))
+        for name in given:
+            if name not in names:
+                raise OptionError(argument="options", value=name, choices=names)
+        options = Options(**given)
+        _choice("on_unsupported", options.on_unsupported, ("dense", "error"))
+        _choice("compiler", options.compiler, ("inductor", "aot_eager"))
+        sharing = options.min_sharing
+        if isinstance(sharing, bool) or not isinstance(sharing, (int, float)) or not sharing >= 0:
+            raise OptionError(
+                argument="min_sharing", value=sharing, remedy="pass a ratio of at least 0 (0 packs every batch)"
+            )
+        return options
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(argument=name, value=value, choices=choices)
