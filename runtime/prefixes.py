@@ -2,9 +2,9 @@
 
 Method. All sequences of a group agree so far; one of them is the pivot. Every other one is compared with the
 pivot until they part; those that part at the same place with the same token form the next group. A token of a
-sequence is compared once (with the pivot's token at that depth) because the next group goes on where it parted,
-so the work is O(tokens) whatever the shape of the tree. Pivots are drawn at random (fixed seed), which halves a
-sequence's group in expectation: O(log I) rounds, each vectorised over all groups.
+sequence is compared once (with the pivot's token at that depth) because the next group goes on where it
+parted, so the work is O(tokens) whatever the shape of the tree. Pivots are drawn at random (fixed seed), which
+halves a sequence's group in expectation: O(log I) rounds, each vectorised over all groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from treecompile.runtime.trajectories import Array
 
 __all__ = ["Prefixes", "shared_prefixes"]
 
-# Widths of the vectorised comparisons; what agrees over all of them is compared sequence by sequence, uncopied.
+# Widths of the vectorised comparisons; what agrees over all of them is compared sequence by sequence,
+# uncopied.
 _WIDTHS = (16, 128)
 _BLOCK = 1 << 18  # elements copied at a time by a vectorised comparison: stays in cache
 _STRIDE = 1 << 14  # elements compared at a time by the sequence-wise comparison
@@ -94,7 +95,7 @@ def _group(
 def _compare(
     keys: Sequence[Array], start: Array, length: Array, rows: Array, against: Array, depth: Array
 ) -> Array:
-    """[R] number of leading tokens in which rows and their pivots agree, given that they agree up to depth."""
+    """[R] leading tokens in which rows and their pivots agree, given that they agree up to depth."""
     limit = np.minimum(length[rows], length[against])
     agreed = np.minimum(depth, limit)
     left, right = start[rows], start[against]

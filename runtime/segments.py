@@ -147,7 +147,7 @@ def arrange(segments: Segments) -> tuple[Segments, Array]:
 def attach_pads(
     segments: Segments, last: Array, above: Array, depth: Array, rank: Array
 ) -> tuple[Segments, Array, Array]:
-    """Add leaf pads, splitting segments so that a pad's parent is the last token of one. O((S + P) log (S + P)).
+    """Add leaf pads, splitting segments so that a pad's parent ends one. O((S + P) log (S + P)).
 
     Args:
         segments: arranged, without pads.

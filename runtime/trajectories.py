@@ -4,13 +4,14 @@ Legend: B rows, T columns, G = B*T grid positions (flat position = b*T + t), K k
 
 A trajectory is the subsequence of one row's kept positions with one document value. Nearly always it is one
 contiguous stretch of the grid, and then nothing is copied: a trajectory is (start, length) in the flat key
-arrays. Holes in the mask, or a document that comes back (A B A), need the compact form: ``source`` lists the kept
-grid positions trajectory by trajectory and (start, length) count in that list.
+arrays. Holes in the mask, or a document that comes back (A B A), need the compact form: ``source`` says which
+stretches of the grid follow each other, trajectory by trajectory, and (start, length) count along these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,8 +25,10 @@ __all__ = [
     "Array",
     "Grid",
     "Pads",
+    "Stretches",
     "Trajectories",
     "cut",
+    "fragmented",
     "host_array",
     "index_dtype",
     "ramps",
@@ -38,7 +41,7 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """Validated host arrays of one call: keys [B, T] each, masks [B, T] bool or None, documents [B, T] or None."""
+    """Validated host arrays of one call, [B, T] each: keys, masks (bool or None), documents (or None)."""
 
     keys: tuple[Array, ...]
     visible: Array | None
@@ -50,6 +53,71 @@ class Grid:
     @property
     def size(self) -> int:
         return self.batch * self.length
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """A sequence of flat grid positions in run-length form: R stretches, one behind the other."""
+
+    start: Array
+    length: Array
+
+    @functools.cached_property
+    def offset(self) -> Array:
+        """[R] where each stretch begins in the sequence."""
+        offset: Array = np.cumsum(self.length) - self.length
+        return offset
+
+    @property
+    def total(self) -> int:
+        return int(self.length.sum())
+
+    def index(self) -> Array:
+        """The sequence itself, int64."""
+        return ramps(self.start, self.length, np.dtype(np.int64))
+
+    def _pairs(self) -> Iterator[tuple[slice, slice]]:
+        """(slice of the grid, slice of the sequence)."""
+        for start, size, at in zip(
+            self.start.tolist(), self.length.tolist(), self.offset.tolist(), strict=True
+        ):
+            yield slice(start, start + size), slice(at, at + size)
+
+    def take(self, flat: Array) -> Array:
+        """``flat[index()]``."""
+        if fragmented(self.length):
+            return flat[self.index()]
+        out: Array = np.empty(self.total, flat.dtype)
+        for grid, own in self._pairs():
+            out[own] = flat[grid]
+        return out
+
+    def put(self, flat: Array, values: Array) -> None:
+        """``flat[index()] = values``."""
+        if fragmented(self.length):
+            flat[self.index()] = values
+            return
+        for grid, own in self._pairs():
+            flat[grid] = values[own]
+
+    def slices(self, begin: Array, length: Array) -> tuple[Stretches, Array]:
+        """The stretches of the concatenated slices ``[begin, begin + length)`` of the sequence, length >= 1.
+
+        Returns:
+            the stretches, and the number of the slice that each belongs to.
+        """
+        low = np.searchsorted(self.offset, begin, side="right") - 1
+        count = np.searchsorted(self.offset, begin + length - 1, side="right") - low
+        run = ramps(low, count, np.dtype(np.int64))
+        piece = np.repeat(np.arange(len(begin)), count)
+        head = np.maximum(self.offset[run], begin[piece])
+        tail = np.minimum(self.offset[run] + self.length[run], (begin + length)[piece])
+        return Stretches(self.start[run] + head - self.offset[run], tail - head), piece
+
+
+def fragmented(length: Array) -> bool:
+    """True where a Python step per stretch would cost more than an index per token."""
+    return int(length.sum()) < 256 * len(length)
 
 
 @dataclass(frozen=True)
@@ -65,21 +133,20 @@ class Trajectories:
     length: Array
     first_column: Array
     row: Array
-    source: Array | None
+    source: Stretches | None
 
 
 @dataclass(frozen=True)
 class Pads:
-    """M masked positions that are packed as leaves.
+    """Masked positions that are packed as leaves, in R stretches of the grid, ascending.
 
-    positions [M]: flat grid positions, ascending.
-    before [M]: flat grid position of the last kept token before it in its trajectory, -1 if none.
-    step [M]: grid column minus the first kept column of its trajectory (the column itself if nothing is kept).
+    before [R]: flat grid position of the last kept token before them in their trajectory, -1 if none.
+    origin [R]: first kept column of the trajectory (0 if nothing is kept).
     """
 
-    positions: Array
+    where: Stretches
     before: Array
-    step: Array
+    origin: Array
 
 
 def host_array(value: object, argument: str) -> Array:
@@ -90,11 +157,11 @@ def host_array(value: object, argument: str) -> Array:
         return np.asarray(value.detach().cpu().numpy())
     try:
         array = np.asarray(value)
-    except ValueError as error:
+    except ValueError:
         raise TreeError(
             argument=argument,
             problem="is not a rectangular array",
-            value=f"an array that numpy refuses ({error})",
+            value="nested sequences of unequal length",
             remedy="pass a [B, T] array, or a list of 1-D rows to RolloutTree.from_rows",
         ) from None
     if array.dtype == np.float64 and array.size == 0:
@@ -233,7 +300,7 @@ def ramps(offset: Array, length: Array, dtype: np.dtype[Any]) -> Array:
     """Concatenation of ``offset[s] + arange(length[s])`` over s. O(total length)."""
     total = int(length.sum())
     out: Array = np.empty(total, dtype)
-    if total >= 256 * len(length):  # long runs: one pass of writing; short ones: no Python per run
+    if not fragmented(length):
         ramp, begin = np.arange(int(length.max(initial=0)), dtype=dtype), 0
         for first, size in zip(offset.tolist(), length.tolist(), strict=True):
             np.add(ramp[:size], first, out=out[begin : begin + size])
@@ -247,8 +314,8 @@ def ramps(offset: Array, length: Array, dtype: np.dtype[Any]) -> Array:
 def cut(grid: Grid) -> tuple[Trajectories, Pads | None]:
     """Cut a grid into trajectories and leaf pads.
 
-    Complexity: O(B) without mask and documents; otherwise one or two passes over the masks, and one copy of the
-    kept positions if a trajectory is not contiguous.
+    Complexity: O(B) without mask and documents; otherwise one or two passes over the masks, and one copy of
+    the kept positions if a trajectory is not contiguous.
     """
     want_pads = grid.exact is not None and grid.visible is not None
     if not want_pads and grid.documents is None:
@@ -277,7 +344,7 @@ def _cut_by_row(grid: Grid) -> Trajectories | None:
 
 @dataclass(frozen=True)
 class _Runs:
-    """Maximal stretches of a row with one (document, visible, exact); code [R] numbers the (row, document) pairs."""
+    """Maximal stretches with one (row, document, visible, exact); code [R] numbers the (row, document)."""
 
     start: Array
     length: Array
@@ -298,7 +365,7 @@ def _cut_by_runs(grid: Grid, want_pads: bool) -> tuple[Trajectories, Pads | None
     if len(heads) == len(order):  # every trajectory is one stretch
         by_start = np.argsort(first, kind="stable")
         return Trajectories(first[by_start], size[by_start], column[by_start], row[by_start], None), pads
-    source = ramps(start, size, index_dtype(grid.size))
+    source = Stretches(start, size)
     total = np.add.reduceat(size, heads)
     return Trajectories(np.cumsum(total) - total, total, column, row, source), pads
 
@@ -337,7 +404,5 @@ def _pads(grid: Grid, runs: _Runs) -> Pads:
     seen = order[shown][::-1]  # reversed: the earliest visible run of a code is written last
     first[runs.code[seen]] = runs.start[seen] % max(grid.length, 1)
     chosen = runs.exact & ~runs.visible
-    size = runs.length[chosen]
-    positions = ramps(runs.start[chosen], size, np.dtype(np.int64))
-    step = positions % max(grid.length, 1) - np.repeat(first[runs.code[chosen]], size)
-    return Pads(positions, np.repeat(before[chosen], size), step)
+    where = Stretches(runs.start[chosen], runs.length[chosen])
+    return Pads(where, before[chosen], first[runs.code[chosen]])

@@ -2,8 +2,8 @@
 
 Legend: B rows, T columns, N packed tokens, S segments, I trajectories, M pads; flat position = b*T + t.
 
-``n`` attends to ``k``  <=>  ``k <= n < subtree_end[k]``: preorder makes every subtree one range of packed tokens,
-so one integer per token says who is whose ancestor.
+``n`` attends to ``k``  <=>  ``k <= n < subtree_end[k]``: preorder makes every subtree one range of packed
+tokens, so one integer per token says who is whose ancestor.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from treecompile.runtime.errors import OptionError
-from treecompile.runtime.layout import Layout, make_layout
+from treecompile.runtime.layout import Layout, any_layout, column_layout, columns_of
+from treecompile.runtime.pads import NO_LEAVES, Leaves, add_pads
+from treecompile.runtime.paths import Ranges, path_ranges
 from treecompile.runtime.prefixes import shared_prefixes
-from treecompile.runtime.segments import Segments, attach_pads, fork
+from treecompile.runtime.segments import Segments, fork
+from treecompile.runtime.sharing import Sharing
 from treecompile.runtime.trajectories import (
     Array,
     Grid,
-    Pads,
+    Stretches,
     Trajectories,
     cut,
     index_dtype,
@@ -40,40 +43,6 @@ __all__ = ["ColumnKey", "RolloutTree", "Sharing"]
 ColumnKey = Literal["step", "absolute"]
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How much a tree saves, in tokens and in attended pairs.
-
-    grid: grid positions B*T. kept: grid positions that are not masked. packed: N.
-    grid_pairs: pairs of a dense causal kernel on the padded grid, B*T(T+1)/2.
-    kept_pairs: the same over kept tokens, sum of L(L+1)/2 over trajectories of length L.
-    packed_pairs: attended pairs in the tree, the sum of all depths.
-    """
-
-    grid: int
-    kept: int
-    packed: int
-    grid_pairs: int
-    kept_pairs: int
-    packed_pairs: int
-
-    @property
-    def tokens(self) -> float:
-        """Kept tokens per packed token."""
-        return self.kept / max(self.packed, 1)
-
-    @property
-    def pairs(self) -> float:
-        """Attended pairs of the kept tokens per pair of the tree."""
-        return self.kept_pairs / max(self.packed_pairs, 1)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.packed:,} packed of {self.kept:,} kept and {self.grid:,} grid tokens "
-            f"({self.tokens:.2f}x tokens, {self.pairs:.2f}x pairs)"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class RolloutTree:
     """The prefix tree of a batch of rows, as arrays. Build it with `from_rows` or `from_grid`.
@@ -84,8 +53,8 @@ class RolloutTree:
     Attributes:
         batch, length: B and T of the grid.
         n: number of packed tokens N.
-        segments: [S, 4] int64 (start, end, parent segment or -1, subtree_end of its first token), in preorder.
-            A leaf pad is a segment of one token with subtree_end == start.
+        segments: [S, 4] int64 (start, end, parent segment or -1, subtree_end of its first token), in
+            preorder. A leaf pad is a segment of one token with subtree_end == start.
         keys: the key columns at packed tokens ([N] each), if the builder was told to keep them; else empty.
         row_index: [B, T] packed token of every grid position, -1 where dropped.
         subtree_end: [N] one past the last packed token below n; n itself for a leaf pad.
@@ -108,8 +77,9 @@ class RolloutTree:
         [[0, 2, -1, 5], [2, 4, 0, 4], [4, 5, 0, 5]]
 
     Notes:
-        Building costs O(kept tokens * key columns) comparisons of memory-bound speed plus O(S log S), whatever
-        the tree's shape; memory O(B + S) beyond the input. Each per-token array costs O(N), row_index O(B*T).
+        Building costs O(kept tokens * key columns) comparisons of memory-bound speed plus O(S log S),
+        whatever the tree's shape; memory O(B + S) beyond the input. Each per-token array costs O(N),
+        row_index O(B*T).
     """
 
     batch: int
@@ -121,7 +91,7 @@ class RolloutTree:
     _table: Segments
     _trajectories: Trajectories
     _last: Array
-    _pads: _Leaves
+    _pads: Leaves
     _absolute: bool
 
     # -- builders --
@@ -139,21 +109,22 @@ class RolloutTree:
     ) -> RolloutTree:
         """Build the tree of a padded grid.
 
-        Two grid positions merge iff their trajectories agree in every key column at every kept position so far.
-        A trajectory is the subsequence of one row's kept positions with one document value, in column order.
+        Two grid positions merge iff their trajectories agree in every key column at every kept position so
+        far. A trajectory is the subsequence of one row's kept positions with one document value, in column
+        order.
 
         Args:
             keys: key columns, each [B, T] integer or bool, numpy or torch, any device. Token ids first.
             visible: [B, T] bool, the kept positions; None keeps all.
-            exact: [B, T] bool. A masked position where it is True is packed as a *leaf pad*: below the last kept
-                token before it in its trajectory, merged with equal (parent, keys), seen by nobody. Masked
-                positions without it are dropped (row_index -1).
+            exact: [B, T] bool. A masked position where it is True is packed as a *leaf pad*: below the last
+                kept token before it in its trajectory, merged with equal (parent, keys), seen by nobody.
+                Masked positions without it are dropped (row_index -1).
             documents: [B, T] integers; each value in a row is a trajectory of its own.
             column_key: "step" adds the column, counted from the trajectory's first kept one, to the key;
                 "absolute" adds the grid column.
             positions: [B, T] integers, one more key column, kept as ``tree.position``.
-            keep_keys: keep the key columns at packed tokens in ``tree.keys`` (needed by `to_rows` and `graph`'s
-                token ids).
+            keep_keys: keep the key columns at packed tokens in ``tree.keys`` (needed by `to_rows` and
+                `graph`'s token ids).
 
         Returns:
             the tree, independent of the input arrays.
@@ -240,7 +211,7 @@ class RolloutTree:
 
     @staticmethod
     def from_graph(graph: nx.DiGraph) -> RolloutTree:
-        """Build the tree of a `networkx.DiGraph` of segments; see `treecompile.runtime.tree_graph.from_graph`.
+        """Build the tree of a `networkx.DiGraph` of segments; see `tree_graph.from_graph`.
 
         Example:
             >>> import networkx
@@ -257,49 +228,20 @@ class RolloutTree:
     # -- per token --
 
     @property
-    def dtype(self) -> np.dtype[np.int32] | np.dtype[np.int64]:
+    def dtype(self) -> np.dtype[Any]:
         """Index dtype of the per-token arrays."""
         return index_dtype(max(self.batch * self.length, self.n + 1))
 
     @functools.cached_property
     def row_index(self) -> Array:
         """[B, T] packed token of every grid position, -1 where dropped. O(B*T)."""
-        rows = self._trajectories
-        if rows.source is None:
-            flat = self._write_paths(np.empty(self.batch * self.length, self.dtype))
-        else:
-            flat = np.full(self.batch * self.length, -1, self.dtype)
-            flat[rows.source] = self._write_paths(np.empty(len(rows.source), self.dtype))
-        flat[self._pads.positions] = self._pads.token[self._pads.leaf]
+        flat = self._ranges.write(self.batch * self.length, self.dtype)
+        self._pads.write(flat)
         return flat.reshape(self.batch, self.length)
 
-    def _write_paths(self, out: Array) -> Array:
-        """Write every trajectory's packed tokens at its slice of ``out``, -1 between the slices."""
-        table, rows = self._table, self._trajectories
-        start, depth, parent = table.start.tolist(), table.depth.tolist(), table.parent.tolist()
-        end = (table.start + table.length).tolist()
-        # A path is a few contiguous runs of packed tokens, since the largest child follows its parent directly:
-        # at most log2(N) of them, often one or two.
-        head = list(range(len(start)))
-        for s, p in enumerate(parent):
-            if p >= 0 and start[s] == end[p]:
-                head[s] = head[p]
-        segment = (np.searchsorted(table.start, self._last, side="right") - 1).tolist()
-        ramp, free = np.arange(self.length, dtype=out.dtype), 0
-        for begin, size, n, s in zip(
-            rows.start.tolist(), rows.length.tolist(), self._last.tolist(), segment, strict=True
-        ):
-            if free < begin:
-                out[free:begin] = -1
-            free = begin + size
-            while s >= 0:
-                top = head[s]
-                count, at = n + 1 - start[top], begin + depth[top]
-                np.add(ramp[:count], start[top], out=out[at : at + count])
-                s = parent[top]
-                n = end[s] - 1
-        out[free:] = -1
-        return out
+    @functools.cached_property
+    def _ranges(self) -> Ranges:
+        return path_ranges(self._table, self._trajectories, self._last)
 
     @functools.cached_property
     def subtree_end(self) -> Array:
@@ -308,28 +250,41 @@ class RolloutTree:
 
     @functools.cached_property
     def column(self) -> Array:
-        """[N] column of n: counted from the trajectory's first kept one, or of the grid ("absolute"). O(N)."""
+        """[N] column of n, from the trajectory's first kept one on, or of the grid ("absolute"). O(N)."""
         table, rows = self._table, self._trajectories
         origin = np.r_[rows.first_column, 0][table.owner]
         if rows.source is None:
             out = ramps(table.depth + origin * self._absolute, table.length, self.dtype)
         else:
-            out = self.first % self.length
-            if not self._absolute:
-                out -= np.repeat(origin.astype(self.dtype), table.length)
+            where, segment = self._representatives
+            shift = 0 if self._absolute else origin[segment]
+            out = ramps(where.start % self.length - shift, where.length, self.dtype)
         out[self._pads.token] = self._pads.column
         return out
 
     @functools.cached_property
     def first(self) -> Array:
         """[N] flat grid position b*T + t of one representative of n. O(N)."""
-        table, rows = self._table, self._trajectories
-        begin = np.where(table.pad, 0, np.r_[rows.start, 0][table.owner] + table.depth)
-        out = ramps(begin, table.length, self.dtype)
-        if rows.source is not None:
-            out = rows.source[out].astype(self.dtype, copy=False)
+        where = self._representatives[0]
+        out = ramps(where.start, where.length, self.dtype)
         out[self._pads.token] = self._pads.first
         return out
+
+    def _pack(self, values: Array) -> Array:
+        """[N] values of a grid at the representatives."""
+        flat = np.ascontiguousarray(values).reshape(-1)
+        out = self._representatives[0].take(flat)
+        out[self._pads.token] = flat[self._pads.first]
+        return out
+
+    @functools.cached_property
+    def _representatives(self) -> tuple[Stretches, Array]:
+        """Grid stretches of the packed tokens in order (anything for pads), and the segment of each."""
+        table, rows = self._table, self._trajectories
+        begin = np.where(table.pad, 0, np.r_[rows.start, 0][table.owner] + table.depth)
+        if rows.source is None:
+            return Stretches(begin, table.length), np.arange(len(begin))
+        return rows.source.slices(begin, table.length)
 
     @functools.cached_property
     def depth(self) -> Array:
@@ -351,7 +306,7 @@ class RolloutTree:
         before = np.zeros(self.n + 1, self.dtype)
         np.cumsum(np.bincount(self._last, minlength=self.n), out=before[1:])
         out = before[self.subtree_end] - before[:-1]
-        out[self._pads.token] = np.bincount(self._pads.leaf, minlength=len(self._pads.token))
+        out[self._pads.token] = self._pads.multiplicity()
         return out
 
     def tensor(
@@ -374,6 +329,8 @@ class RolloutTree:
     def layout(self, region: Array | None = None) -> Layout:
         """The packed rows that a region of the grid uses, and the maps both ways.
 
+        O(N + M) for a range of columns of all rows (also if given as positions), else O(N + M log M).
+
         Args:
             region: [M] flat grid positions; None is the whole grid.
 
@@ -386,8 +343,13 @@ class RolloutTree:
             >>> last.rows.tolist(), last.row_index.tolist(), last.offsets.tolist(), last.positions.tolist()
             ([1, 2], [0, 1], [0, 1, 2], [0, 1])
         """
+        columns = columns_of(region, self.batch, self.length)
+        if columns is not None:
+            found = column_layout(self._ranges, self._pads, self.n, self.batch, self.length, columns)
+            if found is not None:
+                return found
         flat = self.row_index.reshape(-1)
-        return make_layout(flat if region is None else flat[region], self.n)
+        return any_layout(flat if region is None else flat[region], self.n)
 
     @functools.cached_property
     def sharing(self) -> Sharing:
@@ -472,18 +434,20 @@ def _build(
     keys = [flat for key in grid.keys if (flat := _key_along(key, rows)) is not None]
     root = None
     if column_key is not None and rows.source is not None:
-        column = rows.source % grid.length
-        if column_key == "step":
-            column -= np.repeat(rows.first_column.astype(column.dtype), rows.length)
-        keys.append(column)
+        keys.append(_columns(grid, rows, column_key))
     elif column_key == "absolute":
         # Without holes the column says no more than where the trajectory starts.
         root = rows.first_column
     prefixes = shared_prefixes(keys, rows.start, rows.length, root)
     table, last = fork(prefixes, rows.start, rows.length)
-    leaves = _NO_PADS
-    if pads is not None and len(pads.positions):
-        table, last, leaves = _add_pads(grid, rows, pads, table, last, column_key)
+    leaves = NO_LEAVES
+    if pads is not None and len(pads.before):
+        flat = path_ranges(table, rows, last).write(grid.size, index_dtype(grid.size))
+
+        def packed(positions: Array) -> Array:
+            return np.where(positions >= 0, flat[positions], -1).astype(np.int64)
+
+        table, last, leaves = add_pads(grid, pads, table, last, column_key, packed)
     tree = RolloutTree(
         batch=grid.batch,
         length=grid.length,
@@ -498,75 +462,24 @@ def _build(
         _absolute=column_key == "absolute",
     )
     wanted = range(len(grid.keys)) if keep_keys else () if position_key is None else (position_key,)
-    packed = {i: grid.keys[i][np.divmod(tree.first, max(grid.length, 1))] for i in wanted}
-    position = None if position_key is None else packed[position_key]
-    others = tuple(packed[i] for i in wanted if i != position_key)
-    return replace(tree, keys=others, position=position)
+    columns = {i: tree._pack(grid.keys[i]) for i in wanted}
+    position = None if position_key is None else columns[position_key]
+    return replace(tree, keys=tuple(columns[i] for i in wanted if i != position_key), position=position)
 
 
 def _key_along(key: Array, rows: Trajectories) -> Array | None:
     """The key as a flat array in which trajectories are slices; None if it cannot tell trajectories apart."""
     if rows.source is not None:
-        return np.ascontiguousarray(key).reshape(-1)[rows.source]
+        return rows.source.take(np.ascontiguousarray(key).reshape(-1))
     if key.strides[0] == 0 and bool(np.all(rows.first_column == rows.first_column[:1])):
         return None  # expanded over the batch: the same in all rows
     return np.ascontiguousarray(key).reshape(-1)
 
 
-@dataclass(frozen=True)
-class _Leaves:
-    """M pad positions and the P leaves that they merge into.
-
-    positions [M]: flat grid positions. leaf [M]: number of the leaf. token [P]: its packed token. first [P]: its
-    smallest grid position. column [P]: its column.
-    """
-
-    positions: Array
-    leaf: Array
-    token: Array
-    first: Array
-    column: Array
-
-
-_NO_PADS = _Leaves(*(np.zeros(0, np.int64) for _ in range(5)))
-
-
-def _add_pads(
-    grid: Grid, rows: Trajectories, pads: Pads, table: Segments, last: Array, column_key: ColumnKey | None
-) -> tuple[Segments, Array, _Leaves]:
-    """Merge the pads with equal (token above, keys) into leaves and attach these. O(M), sorting only changes."""
-    at = np.divmod(pads.positions, grid.length)
-    column = at[1] if column_key == "absolute" else pads.step
-    values = [key[at] for key in grid.keys] + ([column] if column_key is not None else [])
-    heads = np.zeros(len(pads.positions), np.bool_)
-    heads[:1] = True
-    for value in [pads.before, at[0], *values]:
-        heads[1:] |= value[1:] != value[:-1]
-    run = np.cumsum(heads) - 1
-    start = np.flatnonzero(heads)
-    above = _packed_tokens(grid, rows, table, last, pads.before[start])
-    sorted_by = [value[start] for value in values] + [above]
-    order = np.lexsort(sorted_by)
-    fresh = np.r_[True, np.zeros(len(order) - 1, np.bool_)]
-    for value in sorted_by:
-        fresh[1:] |= value[order][1:] != value[order][:-1]
-    leaf_of_run = np.empty(len(order), np.int64)
-    leaf_of_run[order] = np.cumsum(fresh) - 1
-    chosen = start[order[fresh]]  # lexsort is stable: the smallest position speaks for the leaf
-    top = above[order[fresh]]
-    segment = np.searchsorted(table.start, top, side="right") - 1
-    depth = np.zeros(len(top), np.int64)
-    below = top >= 0
-    depth[below] = table.depth[segment[below]] + top[below] - table.start[segment[below]] + 1
-    table, last, token = attach_pads(table, last, top, depth, pads.positions[chosen])
-    leaves = _Leaves(pads.positions, leaf_of_run[run], token, pads.positions[chosen], column[chosen])
-    return table, last, leaves
-
-
-def _packed_tokens(grid: Grid, rows: Trajectories, table: Segments, last: Array, positions: Array) -> Array:
-    """Packed tokens of flat grid positions (-1 stays -1) in a tree without pads."""
-    tree = RolloutTree(
-        batch=grid.batch, length=grid.length, n=int(table.length.sum()), segments=table.start, keys=(), position=None,
-        _table=table, _trajectories=rows, _last=last, _pads=_NO_PADS, _absolute=False,
-    )  # fmt: skip
-    return np.where(positions >= 0, tree.row_index.reshape(-1)[positions], -1).astype(np.int64)
+def _columns(grid: Grid, rows: Trajectories, column_key: ColumnKey) -> Array:
+    """The column of every token in compact form."""
+    assert rows.source is not None
+    column = rows.source.start % grid.length
+    if column_key == "step":
+        column = column - rows.first_column[np.searchsorted(rows.start, rows.source.offset, side="right") - 1]
+    return ramps(column, rows.source.length, index_dtype(grid.size))

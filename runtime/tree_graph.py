@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treecompile.runtime.errors import TreeError
+from treecompile.runtime.errors import OptionError, TreeError
 from treecompile.runtime.trajectories import Array
 
 if TYPE_CHECKING:
@@ -42,13 +42,15 @@ def _need_keys(tree: RolloutTree) -> None:
 def to_rows(tree: RolloutTree, key: int = 0) -> list[Array]:
     """See `RolloutTree.to_rows`. O(kept tokens)."""
     _need_keys(tree)
+    if not 0 <= key < len(tree.keys):
+        raise OptionError(argument="key", value=key, choices=range(len(tree.keys)))
     values, rows = tree.keys[key], tree._trajectories
     numbers, count = _row_numbers(tree)
     out = [values[:0]] * count
-    source = np.arange(tree.batch * tree.length) if rows.source is None else rows.source
     packed = tree.row_index.reshape(-1)
+    packed = packed if rows.source is None else rows.source.take(packed)
     for number, start, size in zip(numbers.tolist(), rows.start.tolist(), rows.length.tolist(), strict=True):
-        out[number] = values[packed[source[start : start + size]]]
+        out[number] = values[packed[start : start + size]]
     return out
 
 
@@ -61,7 +63,8 @@ def to_graph(tree: RolloutTree) -> nx.DiGraph:
         multiplicity: grid positions that map to the first token.
         columns, positions: [tokens] arrays (positions only if the tree has any).
         pad: True for a leaf pad.
-        ids, keys: [tokens] token ids, and a tuple of the further key columns (only if the tree kept its keys).
+        ids, keys: [tokens] token ids, and a tuple of the further key columns (only if the tree kept its
+            keys).
         ends: list of (row, tokens): rows that end in this segment after so many of its tokens.
         label: the text that `RolloutTree.text` prints.
     Graph attribute ``rows``: the number of rows.
@@ -125,8 +128,9 @@ def from_graph(graph: nx.DiGraph) -> RolloutTree:
     Args:
         graph: a `networkx.DiGraph` whose edges lead from a segment to the segments that continue it. Node
             attribute ``ids``: the segment's token ids, at least one. Optional: ``keys`` (tuple of further key
-            columns), ``positions``, ``pad`` (True: the node is left out), ``ends`` (list of (row, tokens): rows
-            that end inside the segment). Without any ``ends``, every leaf is a row, in the order of the nodes.
+            columns), ``positions``, ``pad`` (True: the node is left out), ``ends`` (list of (row, tokens):
+            rows that end inside the segment). Without any ``ends``, every leaf is a row, in the order of the
+            nodes.
 
     Returns:
         the tree of the rows, left-aligned; equal prefixes of siblings are merged. `to_graph` of it gives the
@@ -140,7 +144,7 @@ def from_graph(graph: nx.DiGraph) -> RolloutTree:
     _check_forest(graph)
     ends = dict(_row_ends(graph))
     paths = [_path(graph, *ends[row]) if row in ends else [] for row in range(_row_count(graph, ends))]
-    some = next((data for _, data in graph.nodes(data=True) if not data.get("pad")), {})
+    some: dict[str, Any] = next((data for _, data in graph.nodes(data=True) if not data.get("pad")), {})
 
     def rows_of(name: str, index: int | None = None) -> list[Array]:
         return [_concatenate(graph, path, name, index) for path in paths]
@@ -159,6 +163,13 @@ def _row_count(graph: nx.DiGraph, ends: dict[int, tuple[Hashable, int]]) -> int:
 def _check_forest(graph: nx.DiGraph) -> None:
     import networkx as nx
 
+    if not isinstance(graph, nx.DiGraph):
+        raise TreeError(
+            argument="graph",
+            problem="needs to be a networkx.DiGraph",
+            value=type(graph).__name__,
+            remedy="build one with networkx.DiGraph(edges) and set 'ids' on its nodes",
+        )
     for node, count in graph.in_degree():
         if count > 1:
             raise TreeError(

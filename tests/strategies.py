@@ -29,7 +29,7 @@ class Case:
 
 @st.composite
 def row_sets(draw: st.DrawFn, max_rows: int = 7, max_length: int = 12, vocab: int = 3) -> list[list[int]]:
-    """Token rows that share prefixes: free rows, duplicates, prefixes and branches of earlier ones, empty rows."""
+    """Token rows that share prefixes: free, duplicates, prefixes and branches of earlier ones, empty."""
     token = st.integers(0, vocab - 1)
     rows: list[list[int]] = []
     for _ in range(draw(st.integers(0, max_rows))):

@@ -1,0 +1,147 @@
+"""A bounded cache keyed by the contents of arrays."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from treecompile.runtime.trajectories import Array
+
+__all__ = ["TreeCache"]
+
+V = TypeVar("V")
+Content: TypeAlias = "Array | torch.Tensor | None"
+
+_SAMPLES = 1024  # values per array that enter the fingerprint
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[V]):
+    key: Hashable
+    contents: tuple[Content, ...]
+    size: int
+    value: V
+
+
+class TreeCache(Generic[V]):
+    """Values (trees, plans, device tensors) by the contents of the arrays they were built from.
+
+    A fingerprint of a few samples only says where to look: an entry is used after all its contents were
+    compared, on the arrays' own device. Copies are kept, so the caller may write into the arrays afterwards.
+    Least recently used entries leave first. Thread-safe; a value is built once, under the lock.
+
+    Args:
+        capacity: number of entries.
+        max_bytes: bound on the kept copies, in bytes, over all devices. Larger arrays are not cached.
+
+    Example:
+        >>> cache = TreeCache(capacity=2)
+        >>> ids = np.array([[1, 2], [1, 3]])
+        >>> cache.get([ids], lambda: "built"), cache.get([ids.copy()], lambda: "not called")
+        ('built', 'built')
+        >>> cache.get([ids], lambda: "for another device", device="cuda:0")
+        'for another device'
+        >>> cache.hits, cache.misses, len(cache)
+        (1, 2, 2)
+
+    Notes:
+        A hit costs one comparison of the arrays, memory-bound; a miss one copy beside the build.
+    """
+
+    def __init__(self, capacity: int = 8, max_bytes: int = 2**31) -> None:
+        self.capacity, self.max_bytes = capacity, max_bytes
+        self.hits = self.misses = 0
+        self._entries: list[_Entry[V]] = []
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(
+        self,
+        arrays: Sequence[Content],
+        build: Callable[[], V],
+        *,
+        device: torch.device | str = "cpu",
+        options: Hashable = (),
+    ) -> V:
+        """The value for these contents, options and device; built if there is none.
+
+        Args:
+            arrays: numpy arrays or tensors (on any device); None where an argument is absent.
+            build: makes the value.
+            device: the device that the value lives on.
+            options: whatever else the value depends on.
+
+        Returns:
+            the cached or new value; the same object to all callers, which must not modify it.
+        """
+        with self._lock:
+            key = (options, str(device), tuple(map(_form, arrays)), tuple(map(_fingerprint, arrays)))
+            for i in range(len(self._entries) - 1, -1, -1):
+                entry = self._entries[i]
+                if entry.key == key and all(map(_equal, entry.contents, arrays)):
+                    self._entries.append(self._entries.pop(i))
+                    self.hits += 1
+                    return entry.value
+            self.misses += 1
+            value = build()
+            size = sum(map(_size, arrays))
+            if size <= self.max_bytes and self.capacity > 0:
+                self._entries.append(_Entry(key, tuple(map(_copy, arrays)), size, value))
+                self._shrink()
+            return value
+
+    def _shrink(self) -> None:
+        total = sum(entry.size for entry in self._entries)
+        while len(self._entries) > self.capacity or total > self.max_bytes:
+            total -= self._entries.pop(0).size
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        with self._lock:
+            self._entries.clear()
+
+
+def _form(array: Content) -> Hashable:
+    if array is None:
+        return None
+    device = str(array.device) if isinstance(array, torch.Tensor) else "numpy"
+    return device, str(array.dtype), tuple(array.shape)
+
+
+def _fingerprint(array: Content) -> int:
+    """Checksum of samples spread over rows and columns: cheap, and never taken for equality."""
+    if array is None or 0 in array.shape:
+        return 0
+    count = int(np.prod(array.shape))
+    at = np.unique(np.linspace(0, count - 1, _SAMPLES).astype(np.int64))
+    index = np.unravel_index(at, tuple(array.shape))
+    if isinstance(array, torch.Tensor):
+        where = tuple(torch.from_numpy(i).to(array.device) for i in index)
+        return zlib.crc32(array.detach()[where].cpu().numpy().tobytes())
+    return zlib.crc32(np.ascontiguousarray(array[index]).tobytes())
+
+
+def _equal(old: Content, new: Content) -> bool:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return torch.equal(old, new)
+    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        return bool(np.array_equal(old, new))
+    return old is None and new is None
+
+
+def _copy(array: Content) -> Content:
+    return (
+        array.detach().clone() if isinstance(array, torch.Tensor) else None if array is None else array.copy()
+    )
+
+
+def _size(array: Any) -> int:
+    return 0 if array is None else int(array.nbytes)
