@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from treecompile.runtime.trajectories import Array
+from treecompile.runtime.stretches import Array
 
 __all__ = ["TreeCache"]
 

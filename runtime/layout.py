@@ -12,7 +12,7 @@ import numpy as np
 
 from treecompile.runtime.pads import Leaves
 from treecompile.runtime.paths import Ranges
-from treecompile.runtime.trajectories import Array, fragmented
+from treecompile.runtime.stretches import Array, fragmented
 
 __all__ = ["Layout", "any_layout", "column_layout", "columns_of"]
 

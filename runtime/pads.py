@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treecompile.runtime.grid import Grid
 from treecompile.runtime.segments import Segments, attach_pads
-from treecompile.runtime.trajectories import Array, Grid, Pads, Stretches
+from treecompile.runtime.stretches import Array, Stretches
+from treecompile.runtime.trajectories import Pads
 
 __all__ = ["NO_LEAVES", "Leaves", "add_pads"]
 

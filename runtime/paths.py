@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from treecompile.runtime.segments import Segments
-from treecompile.runtime.trajectories import Array, Stretches, Trajectories, fragmented, ramps
+from treecompile.runtime.stretches import Array, Stretches, fragmented, ramps
+from treecompile.runtime.trajectories import Trajectories
 
 __all__ = ["Ranges", "path_ranges"]
 

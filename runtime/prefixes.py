@@ -3,8 +3,8 @@
 Method. All sequences of a group agree so far; one of them is the pivot. Every other one is compared with the
 pivot until they part; those that part at the same place with the same token form the next group. A token of a
 sequence is compared once (with the pivot's token at that depth) because the next group goes on where it
-parted, so the work is O(tokens) whatever the shape of the tree. Pivots are drawn at random (fixed seed), which
-halves a sequence's group in expectation: O(log I) rounds, each vectorised over all groups.
+parted, so the work is O(tokens) whatever the shape of the tree. Pivots are drawn at random (fixed seed),
+which halves a sequence's group in expectation: O(log I) rounds, each vectorised over all groups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treecompile.runtime.trajectories import Array
+from treecompile.runtime.stretches import Array
 
 __all__ = ["Prefixes", "shared_prefixes"]
 

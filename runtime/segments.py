@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treecompile.runtime.prefixes import Prefixes
-from treecompile.runtime.trajectories import Array
+from treecompile.runtime.stretches import Array
 
 __all__ = ["Segments", "attach_pads", "fork"]
 

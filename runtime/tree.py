@@ -17,23 +17,15 @@ import numpy as np
 import torch
 
 from treecompile.runtime.errors import OptionError
+from treecompile.runtime.grid import Grid, read_grid, rectangles
 from treecompile.runtime.layout import Layout, any_layout, column_layout, columns_of
 from treecompile.runtime.pads import NO_LEAVES, Leaves, add_pads
 from treecompile.runtime.paths import Ranges, path_ranges
 from treecompile.runtime.prefixes import shared_prefixes
 from treecompile.runtime.segments import Segments, fork
 from treecompile.runtime.sharing import Sharing
-from treecompile.runtime.trajectories import (
-    Array,
-    Grid,
-    Stretches,
-    Trajectories,
-    cut,
-    index_dtype,
-    ramps,
-    read_grid,
-    rectangles,
-)
+from treecompile.runtime.stretches import Array, Stretches, index_dtype, ramps
+from treecompile.runtime.trajectories import Trajectories, cut
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treecompile.runtime.errors import OptionError, TreeError
-from treecompile.runtime.trajectories import Array
+from treecompile.runtime.stretches import Array
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -77,6 +77,7 @@ def cases(draw: st.DrawFn, max_rows: int = 7, max_length: int = 12, vocab: int =
         visible = None
     case = replace(case, visible=visible)
     extra = draw(st.sampled_from([None, "row", "token", "column", "bool"]))
+    column: NDArray[Any]
     if extra == "row":
         column = np.broadcast_to(seed.integers(0, 2, (case.shape[0], 1)), case.shape)
     elif extra == "column":

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests import tree_twin
 from tests.strategies import Case, cases, row_sets
-from treecompile.runtime import layout, paths, prefixes, trajectories
+from treecompile.runtime import layout, paths, prefixes, stretches
 from treecompile.runtime.errors import OptionError, TreecompileError
 from treecompile.runtime.tree import RolloutTree
 
@@ -140,7 +140,7 @@ def test_paths_for_long_rows_equal_the_twin(monkeypatch: pytest.MonkeyPatch, cas
     # Short rows take neither the sequence-wise comparison nor the copies run by run; here they must.
     with monkeypatch.context() as patch:
         patch.setattr(prefixes, "_WIDTHS", ())
-        for module in (trajectories, paths, layout):
+        for module in (stretches, paths, layout):
             patch.setattr(module, "fragmented", lambda length: False)
         check(build(case, mode), case, mode)
 
@@ -188,7 +188,7 @@ def test_layouts_invert_each_other(
     assert all(array.dtype == np.int64 for array in arrays)
 
 
-NAMED = {
+NAMED: dict[str, list[list[int]]] = {
     "one row": [[3, 1, 2]],
     "one token": [[7]],
     "duplicates": [[1, 2, 3]] * 4,
@@ -210,7 +210,7 @@ NAMED = {
 def test_named_shapes_equal_the_twin(name: str, side: str) -> None:
     rows = NAMED[name]
     length = max(map(len, rows), default=0)
-    ids, visible = np.full((len(rows), length), 9), np.zeros((len(rows), length), bool)
+    ids, visible = np.full((len(rows), length), 9), np.zeros((len(rows), length), np.bool_)
     for b, row in enumerate(rows):
         where = slice(length - len(row), None) if side == "left" else slice(len(row))
         ids[b, where], visible[b, where] = row, True
@@ -273,8 +273,8 @@ def test_expanded_keys_count_only_where_rows_are_not_aligned() -> None:
 
 
 def test_indices_are_int64_where_int32_cannot_hold_them() -> None:
-    assert trajectories.index_dtype(2**31 - 1) == np.int32
-    assert trajectories.index_dtype(2**31) == np.int64
+    assert stretches.index_dtype(2**31 - 1) == np.int32
+    assert stretches.index_dtype(2**31) == np.int64
 
 
 def test_positions_and_tensors() -> None:
@@ -500,12 +500,12 @@ GOOD = np.array([[1, 2], [1, 3]])
             "  Remedy: pass a [B, T] array, or a list of 1-D rows to RolloutTree.from_rows",
         ),
         (
-            lambda: RolloutTree.from_grid([GOOD], column_key="steps"),
+            lambda: RolloutTree.from_grid([GOOD], column_key="steps"),  # type: ignore[arg-type]
             "column_key='steps' is not a valid option: use one of None, 'step', 'absolute'\n"
             "  Did you mean 'step'?",
         ),
         (
-            lambda: RolloutTree.from_rows(GOOD, pads="exakt"),
+            lambda: RolloutTree.from_rows(GOOD, pads="exakt"),  # type: ignore[arg-type]
             "pads='exakt' is not a valid option: use one of 'drop', 'exact'\n  Did you mean 'exact'?",
         ),
         (
@@ -557,7 +557,10 @@ def graph_of(edges: list[tuple[int, int]], empty: bool = False) -> RolloutTree:
         "tree",
         "tree_graph",
         "layout",
+        "grid",
+        "stretches",
         "trajectories",
+        "sharing",
         "prefixes",
         "segments",
         "pads",
