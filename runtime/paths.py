@@ -28,6 +28,13 @@ class Ranges:
     where: Stretches
     token: Array
 
+    def packed(self, positions: Array) -> Array:
+        """Packed tokens of flat grid positions that lie in a range; -1 stays -1."""
+        if len(self.token) == 0:
+            return np.full(len(positions), -1, np.int64)
+        r = np.maximum(np.searchsorted(self.where.start, positions, side="right") - 1, 0)
+        return np.where(positions >= 0, self.token[r] + positions - self.where.start[r], -1)
+
     def write(self, size: int, dtype: np.dtype[Any]) -> Array:
         """[size] packed token of every flat grid position, -1 outside the ranges. O(size)."""
         start, length = self.where.start, self.where.length

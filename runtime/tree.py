@@ -434,11 +434,7 @@ def _build(
     table, last = fork(prefixes, rows.start, rows.length)
     leaves = NO_LEAVES
     if pads is not None and len(pads.before):
-        flat = path_ranges(table, rows, last).write(grid.size, index_dtype(grid.size))
-
-        def packed(positions: Array) -> Array:
-            return np.where(positions >= 0, flat[positions], -1).astype(np.int64)
-
+        packed = path_ranges(table, rows, last).packed
         table, last, leaves = add_pads(grid, pads, table, last, column_key, packed)
     tree = RolloutTree(
         batch=grid.batch,
