@@ -1,8 +1,8 @@
 """Rollouts for the examples: generated trees of token sequences, and the batch a trainer makes of them.
 
 A rollout is one row of training data: token ids, which of them the policy produced, a reward, and the
-group whose mean reward is its baseline. The generator draws random ids in the shapes that agents, groups of samples
-and tree search leave behind; all randomness comes from one seed.
+group whose mean reward is its baseline. The generator draws random ids in the shapes that agents, groups of
+samples and tree search leave behind; all randomness comes from one seed.
 """
 
 from __future__ import annotations
