@@ -2,7 +2,7 @@
 
     lower -> infer -> kinds -> demand -> emit -> cut
 
-Each step is a function of the last one's result; :func:`build` runs them in this order and keeps what the report shows.
+Each step is a function of the last one's result; :func:`build` runs them in this order, timed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,15 @@ from treecompile.passes.demand import Demand
 from treecompile.passes.emit import Emitter, Extract, Finish, expand_spec, extract, outline_regions, pack_spec
 from treecompile.passes.kinds import Kind, Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
+from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
 from treecompile.passes.ops.views import arg
-from treecompile.passes.reasons import Reason, user_line
-from treecompile.passes.rule import Infer, lookup, value_of
+from treecompile.passes.rule import Infer, lookup
 from treecompile.runtime.losses import nll_from_log_probs
-from treecompile.runtime.program import WHOLE, Frontier, Input, PackSpec, TreeSpec
+from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
 
 __all__ = ["Draft", "Rewrite", "build"]
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Rewrite:
-    """One rewritten node: what it was, what it became, where in the user's code."""
-
-    kind: str
-    before: str
-    after: str
-    where: str
-    source: str
 
 
 @dataclass
@@ -51,8 +40,8 @@ class Draft:
         packed: the packed graph; its inputs are described by `inputs`.
         keys, tail: the captured pieces around it.
         rewrites: what was rewritten.
-        frontier_reasons: why each value leaves the packed graph.
-        stages: named graphs for the report.
+        exits: where values leave the packed graph, and why.
+        steps: the steps of the pipeline, timed.
     """
 
     lowered: fx.GraphModule
@@ -66,7 +55,8 @@ class Draft:
     tail: Extract
     frontier: tuple[Frontier, ...]
     rewrites: list[Rewrite] = field(default_factory=list)
-    frontier_reasons: list[tuple[str, Reason | None]] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def counts(self) -> Counter[str]:
@@ -84,12 +74,22 @@ def build(gm: fx.GraphModule, fakes: Sequence[Any], is_parameter: Callable[[fx.N
     Raises:
         Refusal: what cannot be proved, and why.
     """
-    lowered, regions = lower(gm, fakes)
+    clock = Clock()
+    with clock.step("lower") as told:
+        lowered, regions = lower(gm, fakes)
+        told["changed"] = len(lowered.graph.nodes)
+        told["note"] = ", ".join(["flat ATen", *([f"{len(regions)} checkpoints"] if regions else [])])
     placeholders = [n for n in lowered.graph.nodes if n.op == "placeholder"]
     originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
     parameters = {new for new, old in zip(placeholders, originals, strict=True) if is_parameter(old)}
-    kinds = classify(lowered, parameters)
-    return _assemble(lowered, kinds, regions)
+    with clock.step("classify") as told:
+        kinds = classify(lowered, parameters)
+        count = Counter(value.kind for value in kinds.values.values())
+        told["changed"] = len(kinds.values)
+        told["note"] = ", ".join(
+            f"{count[kind]} {kind.value}" for kind in Kind if count[kind] and kind is not Kind.OTHER
+        )
+    return _assemble(lowered, kinds, regions, clock)
 
 
 def classify(lowered: fx.GraphModule, parameters: set[fx.Node]) -> Kinds:
@@ -119,29 +119,52 @@ def _note_constant(gm: fx.GraphModule, node: fx.Node, constants: dict[fx.Node, A
         constants[node] = tensor.item()
 
 
-def _assemble(lowered: fx.GraphModule, kinds: Kinds, regions: dict[int, dict[str, Any]]) -> Draft:
+def _assemble(
+    lowered: fx.GraphModule, kinds: Kinds, regions: dict[int, dict[str, Any]], clock: Clock
+) -> Draft:
     output = next(n for n in lowered.graph.nodes if n.op == "output")
     results = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else [output.args[0]]
-    cut = _Cut(kinds, results)
-    demand = Demand(kinds).of([*cut.frontier, *cut.weighted()]) if _has_padding(kinds) else ""
-    emitter = Emitter(kinds, lowered.graph)
-    emitter.run(cut.frontier)
-    emitter.graph.output(tuple(emitter.get(node) for node in cut.frontier))
-    packed = fx.GraphModule(lowered, emitter.graph)
-    _drop_dead(packed)
-    outline_regions(packed, {tag: checkpoint_kwargs(kw) for tag, kw in regions.items()})
-    inputs = tuple(emitter.inputs)
-    tree, key_nodes = _tree_spec(kinds, inputs, demand, lowered)
-    keys = extract(lowered, list(key_nodes.values()), set())
-    tail = extract(lowered, results, set(cut.frontier), cut.finish())
+    with clock.step("demand") as told:
+        cut = _Cut(kinds, results)
+        padded = _has_padding(kinds)
+        demand = Demand(kinds).of([*cut.frontier, *cut.weighted()]) if padded else ""
+        told["note"] = f"masked positions are read {_where_read(demand)}" if padded else "no padding"
+    with clock.step("emit") as told:
+        emitter = Emitter(kinds, lowered.graph)
+        emitter.run(cut.frontier)
+        emitter.graph.output(tuple(emitter.get(node) for node in cut.frontier))
+        mark(kinds, emitter.env)
+        rewritten = rewrites(kinds, emitter.env)
+        packed = fx.GraphModule(lowered, emitter.graph)
+        _drop_dead(packed)
+        told["changed"] = len(rewritten)
+        told["note"] = ", ".join(f"{kind} x{n}" for kind, n in Counter(r.kind for r in rewritten).items())
+        outline_regions(packed, {tag: checkpoint_kwargs(kw) for tag, kw in regions.items()})
+    with clock.step("cut") as told:
+        inputs = tuple(emitter.inputs)
+        tree, key_nodes = _tree_spec(kinds, inputs, demand, lowered)
+        keys = extract(lowered, list(key_nodes.values()), set())
+        tail = extract(lowered, results, set(cut.frontier), cut.finish())
+        sizes = {"keys": keys.module, "packed": packed, "tail": tail.module}
+        told["changed"] = len(cut.frontier)
+        told["note"] = ", ".join(f"{name} {_calls(module)}" for name, module in sizes.items()) + " nodes"
     by_name = {n.name: n for n in lowered.graph.nodes}
     packs = {i.name: pack_spec(kinds, by_name[i.name]) for i in inputs if i.role == "pack"}
     constants = {i.name: getattr(lowered, i.name) for i in inputs if i.role == "constant"}
     frontier = tuple(_frontier(kinds, node) for node in cut.frontier)
     return Draft(
         lowered, packed, inputs, packs, constants, keys, tuple(key_nodes), tree, tail, frontier,
-        _rewrites(kinds, emitter), cut.reasons(),
+        rewritten, exits(kinds, cut.readers), clock.steps,
     )  # fmt: skip
+
+
+def _where_read(demand: Any) -> str:
+    words = {"": "nowhere", "*": "everywhere"}
+    return words[demand] if isinstance(demand, str) else "where the graph says"
+
+
+def _calls(gm: fx.GraphModule) -> int:
+    return sum(node.op == "call_function" for node in gm.graph.nodes)
 
 
 class _Cut:
@@ -150,7 +173,7 @@ class _Cut:
     def __init__(self, kinds: Kinds, results: Sequence[Any]) -> None:
         self.kinds = kinds
         self.frontier: list[fx.Node] = []
-        self._readers: dict[fx.Node, fx.Node | None] = {}
+        self.readers: dict[fx.Node, fx.Node | None] = {}
         self._seen: set[fx.Node] = set()
         for result in results:
             if isinstance(result, fx.Node):
@@ -166,7 +189,7 @@ class _Cut:
             value = self.kinds.values[node]
             if self._leaves_packed(node):
                 self.frontier.append(node)
-                self._readers[node] = reader
+                self.readers[node] = reader
                 if value.form in ("gather", "cross_entropy"):
                     stack.extend((a, node) for a in node.all_input_nodes if a is not value.data[0])
             else:
@@ -200,14 +223,6 @@ class _Cut:
             elif value.form == "cross_entropy":
                 out[node] = Finish((value.data[1],), _loss(node))
         return out
-
-    def reasons(self) -> list[tuple[str, Reason | None]]:
-        out = []
-        for node, reader in self._readers.items():
-            reason = self.kinds.values[reader].reason if reader is not None else None
-            out.append((node.name, reason))
-        return out
-
 
 def _shaped(graph: fx.Graph, picked: fx.Node, needs: list[fx.Node]) -> fx.Node:
     return graph.call_function(aten.reshape_as.default, (picked, needs[0]))
@@ -270,19 +285,3 @@ def _tree_spec(
         any(s.spec.additive for s in kinds.sites.values()),
     )  # fmt: skip
     return spec, nodes
-
-
-def _rewrites(kinds: Kinds, emitter: Emitter) -> list[Rewrite]:
-    out = []
-    labels = {"attention": "tree_attention", "gather": "gather_expand", "cross_entropy": "gather_expand",
-              "weighted": "weighted_reduction", "take": "sub_layout", "table": "column_table"}  # fmt: skip
-    for node, value in kinds.values.items():
-        if value.form in labels and node in emitter.env:
-            where, source = user_line(node)
-            out.append(Rewrite(labels[value.form], str(node.target), labels[value.form], where, source))
-    for node in kinds.values:
-        if node.op == "call_function" and "arange" in str(node.target) and value_of(node) is not None:
-            if kinds.values[node].kind is Kind.GRID and kinds.seq_axes(kinds.dims(node)):
-                where, source = user_line(node)
-                out.append(Rewrite("column", str(node.target), "column", where, source))
-    return out
