@@ -19,7 +19,7 @@ LogProbs = Callable[[Tensor, Tensor], Tensor]
 
 
 def small_model(
-    *, vocab: int = 2048, hidden: int = 256, layers: int = 3, context: int = 4096, seed: int = 0
+    *, vocab: int = 2048, hidden: int = 256, layers: int = 2, context: int = 4096, seed: int = 0
 ) -> nn.Module:
     """A Qwen3ForCausalLM of transformers with random weights: nothing is downloaded, no class is changed.
 

@@ -118,12 +118,15 @@ def open_text(path: Path) -> IO[str]:
 def json_object(text: str, path: Path, line: int) -> Mapping[str, Any]:
     """One line as a JSON object."""
     try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
+        record = json.loads(text.rstrip())
+    except (ValueError, RecursionError) as error:
+        where = (
+            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        )
         raise RolloutFileError(
             file=path,
             line=line,
-            problem=f"is not valid JSON: {error.msg} at column {error.colno}",
+            problem=f"is not valid JSON: {where}",
             remedy="write one complete JSON object per line",
         ) from None
     if not isinstance(record, dict):

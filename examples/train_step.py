@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=0, help="of rollouts and weights")
     size = made.add_argument_group("model")
     size.add_argument("--hidden", type=int, default=256, help="width, a multiple of 128")
-    size.add_argument("--layers", type=positive, default=3)
+    size.add_argument("--layers", type=positive, default=2)
     size.add_argument(
         "--vocab", type=positive, default=2048, help="ids beyond are mapped, equal ids stay equal"
     )
