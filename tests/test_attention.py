@@ -154,7 +154,7 @@ def tree_of(case: Case, window: int = 0) -> RolloutTree:
 def single_path(
     q: Tensor, k: Tensor, v: Tensor, column: Tensor, sinks: Tensor | None, shape: Shape
 ) -> Tensor:
-    """One trajectory alone: PyTorch's attention where it has the formula, else a softmax with a sink column."""
+    """One trajectory alone: PyTorch attention where it has the formula, else a softmax with a sink column."""
     group, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scale, softcap, window = shape.options

@@ -45,6 +45,7 @@ class Tile:
 class Kernel:
     """Formulas in PyTorch, logits materialised: fp64 on CUDA, softcap anywhere. The base of the others."""
 
+    # Whether pieces must be cut to bound the logits, and what the head size must be a multiple of.
     bounded = True
     alignment = 1
 

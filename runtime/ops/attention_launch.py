@@ -51,12 +51,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Queries [q_start, q_end) and keys [k_start, k_end): all pairs, or the causal half of a square."""
+    """Queries [q_start, q_end) and keys [k_start, k_end), one call.
+
+    Attributes:
+        q_start, q_end, k_start, k_end: token ranges.
+        kind: CAUSAL (the lower half of a square), FULL (all pairs) or TILE (masked).
+        first: a diagonal piece, which writes its queries instead of merging.
+    """
 
     q_start: int
     q_end: int
     k_start: int
     k_end: int
+    kind: int
+    first: bool
+
+    @property
+    def pairs(self) -> int:
+        """Pairs computed; a causal square counts its lower half."""
+        queries, keys = self.q_end - self.q_start, self.k_end - self.k_start
+        return queries * (queries + 1) // 2 if self.kind == CAUSAL else queries * keys
 
 
 @dataclass(frozen=True)
@@ -81,10 +95,16 @@ class TileBatch:
 
 @dataclass(frozen=True)
 class Launch:
-    """Calls in order: causal squares and `first` batches (a partition), rectangles, other batches."""
+    """Calls of one plan. Those marked `first` partition the tokens and come before all others.
+
+    Attributes:
+        tokens: N.
+        rectangles: calls on slices, `first` ones in front.
+        batches: calls on gathered tiles, `first` ones in front.
+        has_pads: some tokens may see nothing.
+    """
 
     tokens: int
-    squares: tuple[Rectangle, ...]
     rectangles: tuple[Rectangle, ...]
     batches: tuple[TileBatch, ...]
     has_pads: bool
@@ -92,19 +112,18 @@ class Launch:
     @property
     def single(self) -> bool:
         """Whether one causal square is all there is: a tree without sharing."""
-        return len(self.squares) == 1 and not self.rectangles and not self.batches
+        return len(self.rectangles) == 1 and not self.batches and self.rectangles[0].kind == CAUSAL
 
     @property
     def calls(self) -> int:
         """Number of attention kernel calls."""
-        return len(self.squares) + len(self.rectangles) + len(self.batches)
+        return len(self.rectangles) + len(self.batches)
 
     @property
     def pairs(self) -> int:
         """Query-key pairs computed, padding included; causal squares count their lower half."""
-        area = sum((s.q_end - s.q_start) * (s.q_end - s.q_start + 1) // 2 for s in self.squares)
-        area += sum((r.q_end - r.q_start) * (r.k_end - r.k_start) for r in self.rectangles)
-        return area + sum(len(b.q_start) * b.q_size * b.k_size for b in self.batches)
+        padded = sum(len(b.q_start) * b.q_size * b.k_size for b in self.batches)
+        return padded + sum(r.pairs for r in self.rectangles)
 
 
 def launch_of(pieces: npt.NDArray[np.int32], segments: npt.NDArray[np.int32], request: Request) -> Launch:
@@ -136,14 +155,11 @@ def _cached_launch(pieces: bytes, segments: bytes, request: Request) -> Launch:
         work = _cut_window(work, _token_depths(table, tokens), request.window, step)
     if request.bounded:
         work = _cut_blocks(work)
-    kind = work[:, 0]
-    return Launch(
-        tokens,
-        tuple(Rectangle(*row) for row in work[kind == CAUSAL, 1:5].tolist()),
-        tuple(Rectangle(*row) for row in work[kind == FULL, 1:5].tolist()),
-        tuple(_batches(work[kind == TILE, 1:], tile * tile // 2, request.area)),
-        bool((table[:, 3] <= table[:, 0]).any()),
-    )
+    alone, batches = _batches(work[work[:, 0] == TILE], tile * tile // 2, request.area)
+    calls = np.concatenate([work[work[:, 0] != TILE], alone])
+    calls = calls[np.argsort(1 - calls[:, 5], kind="stable")]
+    rectangles = (Rectangle(a, b, c, d, kind, bool(first)) for kind, a, b, c, d, first in calls.tolist())
+    return Launch(tokens, tuple(rectangles), tuple(batches), bool((table[:, 3] <= table[:, 0]).any()))
 
 
 def _token_depths(table: Int64Array, tokens: int) -> Int64Array:
@@ -208,36 +224,30 @@ def _padded(size: Int64Array) -> Int64Array:
     return np.maximum(rounded, (size + 63) // 64 * 64 * (size > 256))
 
 
-def _batches(rows: Int64Array, call_pairs: int, most_area: int) -> list[TileBatch]:
-    """Group tiles (q start, q end, k start, k end, first) by padded shape, diagonal tiles first."""
+def _batches(rows: Int64Array, call_pairs: int, most_area: int) -> tuple[Int64Array, list[TileBatch]]:
+    """Group TILE rows by padded shape, diagonal ones first. Rows that stay alone are returned as they are."""
     if not len(rows):
-        return []
-    q_length, k_length, first = rows[:, 1] - rows[:, 0], rows[:, 3] - rows[:, 2], rows[:, 4]
+        return rows, []
+    q_length, k_length, later = rows[:, 2] - rows[:, 1], rows[:, 4] - rows[:, 3], 1 - rows[:, 5]
     small = q_length * k_length <= BATCH_AREA
-    shape = np.stack(
-        [
-            1 - first,
-            np.where(small, _padded(q_length), q_length),
-            np.where(small, _padded(k_length), k_length),
-        ],
-        1,
-    )
+    q_padded, k_padded = (np.where(small, _padded(x), x) for x in (q_length, k_length))
+    shape = np.stack([later, q_padded, k_padded], 1)
     shapes, member, count = np.unique(shape, axis=0, return_inverse=True, return_counts=True)
-    target = _merge_shapes(shapes, count, call_pairs)
-    member = target[member.reshape(-1)]
-    found: list[TileBatch] = []
+    member = _merge_shapes(shapes, count, call_pairs)[member.reshape(-1)]
+    alone: list[Int64Array] = []
+    batches: list[TileBatch] = []
     for which in np.unique(member).tolist():
-        later, q_size, k_size = shapes[which].tolist()
+        q_size, k_size = shapes[which, 1:].tolist()
         index = np.flatnonzero(member == which)
         step = max(1, most_area // (q_size * k_size))
         for begin in range(0, len(index), step):
             part = index[begin : begin + step]
-            found.append(
-                TileBatch(
-                    rows[part, 0], q_length[part], rows[part, 2], k_length[part], q_size, k_size, not later
-                )
-            )
-    return found
+            if len(part) == 1:
+                alone.append(rows[part])
+                continue
+            q_start, k_start, first = rows[part, 1], rows[part, 3], bool(rows[part[0], 5])
+            batches.append(TileBatch(q_start, q_length[part], k_start, k_length[part], q_size, k_size, first))
+    return np.concatenate([rows[:0], *alone]), batches
 
 
 def _merge_shapes(shapes: Int64Array, count: Int64Array, call_pairs: int) -> Int64Array:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from treecompile.runtime.ops.attention_kernels import Kernel, Tile, choose_kernel
 from treecompile.runtime.ops.attention_launch import Launch, Rectangle, Request, TileBatch, launch_of
 from treecompile.runtime.ops.attention_math import NEG_INF, accumulation_dtype, finite_lse, visible_pairs
+from treecompile.runtime.ops.attention_plan import CAUSAL, TILE
 
 __all__ = ["pieces_backward", "pieces_forward"]
 
@@ -72,18 +73,29 @@ class _Work:
         return self.q_HGND.shape[1]
 
     def whole(self, causal: bool) -> Tile:
-        """Mask of a square (causal) or a rectangle."""
+        """Mask of a causal square or a full rectangle."""
         return Tile(causal, None, self.scale, self.softcap)
+
+    def sliced(self, piece: Rectangle) -> tuple[Tile, Tensor]:
+        """Mask of a tile on slices, and which of its rows see a key: bool [rows]."""
+        device = self.subtree_end.device
+        query = torch.arange(piece.q_start, piece.q_end, device=device)
+        key = torch.arange(piece.k_start, piece.k_end, device=device)
+        visible = visible_pairs(self.subtree_end, self.column, self.window, query, key)
+        return self._grouped(visible)
+
+    def _grouped(self, visible: Tensor) -> tuple[Tile, Tensor]:
+        if self.group > 1:
+            visible = visible.repeat_interleave(self.group, -2)
+        # One batch dim for the K/V heads, and for a slice one for its single tile.
+        sees = visible.any(-1)
+        return Tile(False, visible.view(1, -1, *visible.shape[-2:]), self.scale, self.softcap), sees
 
     def masked(self, index: _BatchIndex) -> tuple[Tile, Tensor]:
         """Mask of a batch of tiles, and which of its rows see a key: bool [n, q_size * G]."""
         visible = visible_pairs(self.subtree_end, self.column, self.window, index.q_tokens, index.k_tokens)
         visible &= index.q_valid.unsqueeze(-1) & index.k_valid.unsqueeze(-2)
-        sees = visible.any(-1)
-        if self.group > 1:
-            visible = visible.repeat_interleave(self.group, 1)
-            sees = sees.repeat_interleave(self.group, 1)
-        return Tile(False, visible.unsqueeze(0), self.scale, self.softcap), sees
+        return self._grouped(visible)
 
 
 def pieces_forward(
@@ -185,15 +197,17 @@ def _work(
         raise ValueError(f"tree_attention: the plan covers {launch.tokens} tokens, q has {q.shape[2]}")
     dtype = kernel.work_dtype(q.dtype)
     size = -(-max(q.shape[3], v.shape[3]) // kernel.alignment) * kernel.alignment
-    q_HGND = _split(_to_size(q, size, dtype)[0], 0, group)
+    # Gathers and folded heads want dense tensors; slices alone take strides.
+    dense = bool(launch.batches)
+    q_HGND = _split(_to_size(q, size, dtype, dense)[0], 0, group)
     return _Work(
         launch,
         index,
         kernel,
         q_HGND,
         q_HGND[:, 0] if launch.single or group == 1 else q_HGND.transpose(1, 2).flatten(1, 2),
-        _to_size(k, size, dtype)[0],
-        _to_size(v, size, dtype)[0],
+        _to_size(k, size, dtype, dense)[0],
+        _to_size(v, size, dtype, dense)[0],
         subtree_end,
         column,
         scale,
@@ -207,11 +221,11 @@ def _split(x: Tensor, dim: int, size: int) -> Tensor:
     return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
 
 
-def _to_size(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Cast, pad the last dim with zeros to `size` (no logit and no kept output changes), keep it dense."""
+def _to_size(x: Tensor, size: int, dtype: torch.dtype, dense: bool) -> Tensor:
+    """Cast, and pad the last dim with zeros to `size`: no logit and no kept output changes."""
     x = x.to(dtype)
     x = pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x.contiguous() if dense or x.stride(-1) != 1 else x
 
 
 def _attend(work: _Work, size: int) -> tuple[Tensor, Tensor]:
@@ -220,20 +234,36 @@ def _attend(work: _Work, size: int) -> tuple[Tensor, Tensor]:
     heads, rows = work.q_HRD.shape[:2]
     out = torch.empty((heads, rows, size), dtype=dtype, device=work.q_HRD.device)
     lse = torch.empty((heads, rows), dtype=dtype, device=work.q_HRD.device)
-    for square in work.launch.squares:
-        _square_forward(work, square, out, lse)
     batches = list(zip(work.launch.batches, work.index, strict=True))
-    for batch, index in batches:
-        if batch.first:
-            _batch_forward(work, batch, index, out, lse)
-    for rectangle in work.launch.rectangles:
-        _rectangle_forward(work, rectangle, out, lse)
-    for batch, index in batches:
-        if not batch.first:
-            _batch_forward(work, batch, index, out, lse)
+    for first in (True, False):
+        for piece in work.launch.rectangles:
+            if piece.first == first:
+                _piece_forward(work, piece, out, lse)
+        for batch, index in batches:
+            if batch.first == first:
+                _batch_forward(work, batch, index, out, lse)
     if work.launch.has_pads:
         out.masked_fill_((lse == NEG_INF).unsqueeze(-1), 0.0)
     return out, lse
+
+
+def _piece_forward(work: _Work, piece: Rectangle, out: Tensor, lse: Tensor) -> None:
+    if piece.kind == CAUSAL:
+        _square_forward(work, piece, out, lse)
+        return
+    rows = slice(piece.q_start * work.group, piece.q_end * work.group)
+    keys = slice(piece.k_start, piece.k_end)
+    tile, sees = work.sliced(piece) if piece.kind == TILE else (work.whole(causal=False), None)
+    part_out, part_lse = work.kernel.forward(
+        work.q_HRD[:, None, rows], work.k_HND[:, None, keys], work.v_HND[:, None, keys], tile
+    )
+    part_out, part_lse = part_out[:, 0, :, : out.shape[-1]], part_lse[:, 0]
+    if sees is not None:
+        part_lse = part_lse.masked_fill(~sees, NEG_INF)
+    if piece.first:
+        out[:, rows], lse[:, rows] = part_out, part_lse
+    else:
+        _merge(out[:, rows], lse[:, rows], part_out, part_lse)
 
 
 def _square_forward(work: _Work, square: Rectangle, out: Tensor, lse: Tensor) -> None:
@@ -247,18 +277,6 @@ def _square_forward(work: _Work, square: Rectangle, out: Tensor, lse: Tensor) ->
     low, high = low * work.group, high * work.group
     _split(out[:, low:high], 1, work.group).copy_(part_out[..., : out.shape[-1]].transpose(1, 2))
     _split(lse[:, low:high], 1, work.group).copy_(part_lse.transpose(1, 2))
-
-
-def _rectangle_forward(work: _Work, rectangle: Rectangle, out: Tensor, lse: Tensor) -> None:
-    low, high = rectangle.q_start * work.group, rectangle.q_end * work.group
-    keys = slice(rectangle.k_start, rectangle.k_end)
-    part_out, part_lse = work.kernel.forward(
-        work.q_HRD[:, None, low:high],
-        work.k_HND[:, None, keys],
-        work.v_HND[:, None, keys],
-        work.whole(causal=False),
-    )
-    _merge(out[:, low:high], lse[:, low:high], part_out[:, 0, :, : out.shape[-1]], part_lse[:, 0])
 
 
 def _batch_forward(work: _Work, batch: TileBatch, index: _BatchIndex, out: Tensor, lse: Tensor) -> None:
@@ -354,10 +372,10 @@ class _Backward:
 
     def __init__(self, work: _Work, grad: Tensor, out: Tensor, lse: Tensor) -> None:
         _, group, _, size = work.q_HGND.shape
-        dtype = work.q_HGND.dtype
+        dtype, dense = work.q_HGND.dtype, bool(work.launch.batches)
         self.work = work
-        self.grad_HGND = _split(_to_size(grad, size, dtype)[0], 0, group)
-        self.out_HGND = _split(_to_size(out, size, dtype)[0], 0, group)
+        self.grad_HGND = _split(_to_size(grad, size, dtype, dense)[0], 0, group)
+        self.out_HGND = _split(_to_size(out, size, dtype, dense)[0], 0, group)
         self.lse_HGN = _split(finite_lse(lse)[0], 0, group)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -372,10 +390,11 @@ class _Backward:
         self.dq = torch.zeros_like(work.q_HRD, dtype=dtype, memory_format=torch.contiguous_format)
         self.dk = torch.zeros_like(work.k_HND, dtype=dtype, memory_format=torch.contiguous_format)
         self.dv = torch.zeros_like(self.dk)
-        for square in work.launch.squares:
-            self._square(square)
-        for rectangle in work.launch.rectangles:
-            self._rectangle(rectangle)
+        for piece in work.launch.rectangles:
+            if piece.kind == CAUSAL:
+                self._square(piece)
+            else:
+                self._rectangle(piece)
         for index in work.index:
             self._batch(index)
         return self.dq, self.dk, self.dv
@@ -405,10 +424,10 @@ class _Backward:
         work = self.work
         rows = slice(rectangle.q_start * work.group, rectangle.q_end * work.group)
         keys = slice(rectangle.k_start, rectangle.k_end)
+        tile = work.sliced(rectangle)[0] if rectangle.kind == TILE else work.whole(causal=False)
         dq, dk, dv = work.kernel.backward(
             self.grad_HRD[:, None, rows], work.q_HRD[:, None, rows], work.k_HND[:, None, keys],
-            work.v_HND[:, None, keys], self.out_HRD[:, None, rows], self.lse_HR[:, None, rows],
-            work.whole(causal=False),
+            work.v_HND[:, None, keys], self.out_HRD[:, None, rows], self.lse_HR[:, None, rows], tile,
         )  # fmt: skip
         self.dq[:, rows] += dq[:, 0]
         self.dk[:, keys] += dk[:, 0]
