@@ -30,9 +30,10 @@ __all__ = [
     "shape_text",
 ]
 
-# Keys of node.meta: the kind of a captured node, the shape of a packed one.
+# Keys of node.meta: the kind of a captured node; shape and captured node of a packed one.
 KIND = "treecompile_kind"
 SHAPE = "treecompile_shape"
+SOURCE = "treecompile_source"
 
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -150,8 +151,8 @@ def rewrites(kinds: Kinds, env: dict[fx.Node, Any]) -> list[Rewrite]:
     """Every captured node that the packed graph writes in another form, in graph order."""
     out = []
     for node, value in kinds.values.items():
-        form = "column" if _is_column(kinds, node) else value.form
-        if node in env and (form == "column" or form in _LABELS):
+        form = "pack" if _is_packed_input(kinds, node) else value.form
+        if node in env and (form == "pack" or form in _LABELS):
             where, source = user_line(node)
             before = f"{_name(node)}  {shape_text(kinds, node, packed=False)}{_detail(kinds, node)}"
             after = _after(kinds, node, form)
@@ -159,18 +160,15 @@ def rewrites(kinds: Kinds, env: dict[fx.Node, Any]) -> list[Rewrite]:
     return out
 
 
-def _is_column(kinds: Kinds, node: fx.Node) -> bool:
-    """A count over the sequence."""
-    return (
-        node.op == "call_function"
-        and "arange" in str(node.target)
-        and kinds.values[node].kind is Kind.GRID
-        and bool(kinds.seq_axes(kinds.dims(node)))
-    )
+def _is_packed_input(kinds: Kinds, node: fx.Node) -> bool:
+    """A value of the grid that enters the packed graph as a column of the tree."""
+    if kinds.values[node].kind is not Kind.GRID or not kinds.token_axes(kinds.dims(node)):
+        return False
+    return kinds.packs_itself(node)
 
 
 def _name(node: fx.Node) -> str:
-    return "weight" if node.op == "placeholder" else str(node.target)
+    return "input" if node.op == "placeholder" else str(node.target)
 
 
 def _detail(kinds: Kinds, node: fx.Node) -> str:
@@ -195,8 +193,9 @@ def _after(kinds: Kinds, node: fx.Node, form: str) -> str:
         extra += f"  softcap={site.softcap:g}" if site.softcap else ""
         extra += "  sinks" if site.sinks is not None else ""
         return f"tree_attention  {shape}{extra}"
-    if form == "column":
-        return f"column  {shape}"
+    if form == "pack":
+        place = "a row and column" if kinds.has_batch(node) else "the column"
+        return f"{shape}  read at {place} of the token"
     if form in ("gather", "cross_entropy"):
         x = kinds.values[node].data[0]
         packed, grid = (shape_text(kinds, x, packed=p) for p in (True, False))
@@ -225,10 +224,11 @@ def exits(kinds: Kinds, readers: dict[fx.Node, fx.Node | None]) -> list[Exit]:
 
 
 def mark(kinds: Kinds, env: dict[fx.Node, Any]) -> None:
-    """Leave the kind on captured nodes and the shape on packed ones: texts and drawings show them."""
+    """Leave the kind on captured nodes, shape and source on packed ones: texts and drawings show them."""
     for node, value in kinds.values.items():
-        rewritten = value.form in _LABELS or _is_column(kinds, node)
+        rewritten = value.form in _LABELS or _is_packed_input(kinds, node)
         node.meta[KIND] = "rewritten" if node in env and rewritten else value.kind.value
         packed = env.get(node)
         if isinstance(packed, fx.Node) and value.kind is not Kind.OTHER:
             packed.meta.setdefault(SHAPE, shape_text(kinds, node, packed=True))
+            packed.meta.setdefault(SOURCE, node.name)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from treecompile import leaves, logs, raised
+from treecompile.leaves import scope
 from treecompile.lowering import PackedCode, compile_dense, shared_code
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
 from treecompile.passes.reasons import Reason, Refusal
 from treecompile.recorder import current
 from treecompile.runtime.batch import TreeCache
-from treecompile.runtime.errors import UnsupportedError
+from treecompile.runtime.errors import OptionError
 from treecompile.runtime.program import TreeProgram
 
 __all__ = ["counters", "tree"]
-
-log = logging.getLogger("treecompile")
 
 # How calls and compilations went: "packed", "dense", "dense:<reason>", "compiled", "captured".
 counters: Counter[str] = Counter()
@@ -47,7 +47,10 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
         OptionError: invalid options.
         UnsupportedError: with ``on_unsupported="error"``, what cannot be packed.
     """
-    options = Options.parse(kwargs.get("options"))
+    try:
+        options = Options.parse(kwargs.get("options"))
+    except OptionError as error:
+        raised.raise_option(inspect.currentframe(), error)
     counters["captured"] += 1
     fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     try:
@@ -56,6 +59,7 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
         return _refused(gm, example_inputs, refusal.reason, options)
     program = _program(gm, draft, options)
     current().captured(gm, draft, program)
+    logs.captured(gm, draft)
     return program
 
 
@@ -67,9 +71,14 @@ def _is_parameter(node: fx.Node) -> bool:
 def _refused(gm: fx.GraphModule, inputs: Sequence[Any], reason: Reason, options: Options) -> Callable[..., Any]:
     """The graph as stock Inductor would have run it."""
     current().refused(gm, reason)
+    logs.captured(gm, None, reason)
+    if scope.can_recapture() and options.on_unsupported != "error":
+        _log_once(reason)
+        scope.recapture_dense(reason.what)
     if options.on_unsupported == "error":
-        raise UnsupportedError(
-            what=reason.what, why=reason.why, where=reason.where, source=reason.source, hint=reason.hint
+        where = "\n".join(part for part in (reason.where, reason.source) if part)
+        raised.raise_unsupported(
+            inspect.currentframe(), what=reason.what, why=reason.why, where=where or None, hint=reason.hint
         )
     _log_once(reason)
     dense = _stock(gm, inputs, options)
@@ -85,17 +94,18 @@ def _refused(gm: fx.GraphModule, inputs: Sequence[Any], reason: Reason, options:
 def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     from torch._dynamo.backends.registry import lookup_backend
 
-    return lookup_backend(options.compiler)(gm, list(inputs))  # type: ignore[no-any-return]
-
-
-_logged: set[str] = set()
+    return lookup_backend(options.compiler)(gm, list(inputs))
 
 
 def _log_once(reason: Reason) -> None:
-    text = str(reason)
-    if text not in _logged:
-        _logged.add(text)
-        log.warning("runs dense: %s", text)
+    logs.warn_once(f"runs dense: {reason}")
+
+
+def clear() -> None:
+    """Forget trees, counts and given warnings."""
+    _trees.clear()
+    counters.clear()
+    logs.forget()
 
 
 def _program(gm: fx.GraphModule, draft: Draft, options: Options) -> TreeProgram:
@@ -153,3 +163,6 @@ def canonical_text(draft: Draft, options: Options) -> str:
             body = str(getattr(draft.packed, str(node.target)).code)
         lines.append(f"{names[node]} = {node.op} {node.target if node.op != 'get_attr' else body} {args}")
     return "\n".join(lines)
+
+
+leaves.install()

@@ -1,0 +1,253 @@
+"""Functions for people: what happens to my model, and what Dynamo settings stand in its way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from treecompile import backend, lowering, settings
+from treecompile.leaves import scope
+from treecompile.options import Options
+from treecompile.passes.program import Draft, build
+from treecompile.passes.reasons import Refusal
+from treecompile.report import Break, GraphReport, Report
+from treecompile.runtime.batch import PackedBatch, TreeCache
+from treecompile.runtime.program import TreeProgram
+
+__all__ = ["clear_caches", "explain"]
+
+_serial = itertools.count()
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Report:
+    """What ``torch.compile(model, backend="tree")`` would make of a model, for one batch.
+
+    The model is captured and run forward once without gradients, its graphs as plain PyTorch; nothing is
+    compiled. Parameters, gradients, compiled state, random number generators and what Dynamo knows of the
+    model are left as they were (what a forward pass itself changes, such as the statistics of a BatchNorm,
+    changes).
+
+    Args:
+        model: a module, a bound method or a function; one that is compiled already is explained as it was
+        before. *args: of its forward pass. options: as for the backend; see
+        :class:`treecompile.options.Options`. **kwargs: of its forward pass.
+
+    Returns:
+        the report: ``print(report)``, ``report.supported``, ``report.reasons``, ``report["packed"]``, ...
+
+    Raises:
+        OptionError: an unknown option or value.
+
+    Example:
+        >>> import treecompile
+        >>> report = treecompile.explain(model, input_ids, attention_mask=mask)  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+    """
+    probe = _Probe(Options.parse(options))
+    call = _plain(model)
+    names = _positional(call, args)
+    frame = _frame(call)
+    with _undisturbed(), torch.no_grad():
+        try:
+            torch.compile(frame, backend=functools.partial(_captured, probe=probe), dynamic=False)(
+                *args, **kwargs
+            )
+        finally:
+            for code in probe.codes:
+                _forget(code, probe)
+    texts = [graph.ended_by.reason for graph in probe.graphs if graph.ended_by is not None]
+    texts += [type(model).__name__]
+    graphs = tuple(dataclasses.replace(graph, positional=names) for graph in probe.graphs)
+    return Report(graphs, probe.options, tuple(settings.hints(texts)))
+
+
+def clear_caches() -> None:
+    """Forget all compiled packed graphs, trees of past batches, `counters`, and which warnings were given.
+
+    Call ``torch._dynamo.reset()`` as well to have models captured anew.
+    """
+    lowering.clear()
+    backend.clear()
+
+
+# ---- capturing without a trace ----
+
+
+class _Probe:
+    """What one call of `explain` sees."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.graphs: list[GraphReport] = []
+        self.codes: dict[CodeType, None] = {}
+        self.trees = TreeCache(1)
+
+
+def _captured(gm: fx.GraphModule, inputs: Sequence[Any], *, probe: _Probe) -> Callable[..., Any]:
+    """A backend that only looks: graphs run as they were captured."""
+    code = _traced_code()
+    if code is not None:
+        probe.codes[code] = None
+    fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+    number = len(probe.graphs)
+    try:
+        draft = build(gm, fakes, backend._is_parameter)
+    except Refusal as refusal:
+        probe.graphs.append(GraphReport(gm, None, refusal.reason, ended_by=_break(gm)))
+        return gm
+    probe.graphs.append(GraphReport(gm, draft, None, ended_by=_break(gm)))
+
+    def run(*args: Any) -> Any:
+        if probe.graphs[number].batch is None:
+            batch, dense = _planned(gm, draft, args, probe)
+            probe.graphs[number] = GraphReport(gm, draft, None, batch, dense, _break(gm))
+        return gm(*args)
+
+    return run
+
+
+scope.serve(_captured)
+
+
+def _traced_code() -> CodeType | None:
+    """The code of the frame that Dynamo compiles."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        root = InstructionTranslator.current_tx().output.root_tx
+        return root.f_code if root is not None else None
+    except (ImportError, AttributeError):
+        return None
+
+
+def _planned(
+    gm: fx.GraphModule, draft: Draft, args: Sequence[Any], probe: _Probe
+) -> tuple[PackedBatch | None, str]:
+    """The tree of the batch, and why it would run dense."""
+    arguments = tuple(n.name for n in draft.lowered.graph.nodes if n.op == "placeholder")
+    program = TreeProgram(
+        arguments=arguments,
+        keys=draft.keys.module,
+        key_arguments=tuple(n.name for n in draft.keys.inputs),
+        key_outputs=draft.key_outputs,
+        tree=draft.tree,
+        inputs=draft.inputs,
+        packs=draft.packs,
+        constants=draft.constants,
+        packed=lambda numbers, values: (),
+        frontier=draft.frontier,
+        tail=draft.tail.module,
+        tail_inputs=tuple(n.name for n in draft.tail.inputs),
+        dense=gm,
+        observe=lambda how, why: None,
+        min_sharing=0.0,
+        cache=probe.trees,
+    )
+    given = dict(zip(arguments, args, strict=True))
+    values = draft.keys.module(*(given[name] for name in program.key_arguments))
+    batch, why = program.plan(dict(zip(draft.key_outputs, values, strict=True)))
+    if batch is not None and batch.sharing < probe.options.min_sharing:
+        why = "min_sharing"
+    return batch, why
+
+
+def _break(gm: fx.GraphModule) -> Break | None:
+    """Why Dynamo ended the graph here; None at the end of the model."""
+    found = getattr(gm, "compile_subgraph_reason", None)
+    if found is None or not getattr(found, "graph_break", False):
+        return None
+    stack = list(getattr(found, "user_stack", ()))
+    where = f"{stack[-1].filename.rsplit('/', 1)[-1]}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""
+    return Break(str(found.reason).strip(), where)
+
+
+def _plain(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The model without what torch.compile put around it, as one callable."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        model = inner
+    if isinstance(model, nn.Module):
+        # model.compile() answers in __call__; _call_impl is what it compiled.
+        return model._call_impl
+    original = getattr(model, "_torchdynamo_orig_callable", None)
+    if original is None:
+        return model
+    owner = getattr(model, "__self__", None)
+    unbound = isinstance(model, MethodType) and not isinstance(original, MethodType)
+    return MethodType(original, owner) if unbound else original
+
+
+def _positional(call: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
+    """Names of positional arguments, as far as the signature tells them."""
+    owner = getattr(call, "__self__", None)
+    named = owner.forward if isinstance(owner, nn.Module) and call == owner._call_impl else call
+    try:
+        signature = inspect.signature(named)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return tuple(p.name for p in signature.parameters.values() if p.kind in kinds)[: len(args)]
+    except (TypeError, ValueError):
+        return ()
+
+
+def _frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `call`, with code of its own: what Dynamo learns of it dies with it."""
+
+    def probe(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    code = probe.__code__.replace(co_name=f"explain_{next(_serial)}")
+    return FunctionType(code, probe.__globals__, code.co_name, None, probe.__closure__)
+
+
+def _forget(code: CodeType, probe: _Probe) -> None:
+    """Drop what Dynamo compiled for the probe after a graph break: the model's own entries stay alone."""
+    try:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        for entry in _debug_get_cache_entry_list(code):
+            state = getattr(entry.guard_manager, "extra_state", None)
+            if _is_probe(entry.backend, probe) and state is not None:
+                gone = DeletedGuardManagerWrapper("explained")
+                # An invalid entry still counts as a recompilation, unless its guards were for other objects.
+                gone.id_matched_objs = {"": weakref.ref(explain)}
+                state.invalidate(entry, gone)
+    except (ImportError, AttributeError):  # internals of Dynamo: at worst an entry too many remains
+        return
+
+
+def _is_probe(function: Any, probe: _Probe) -> bool:
+    while function is not None:
+        if isinstance(function, functools.partial) and function.keywords.get("probe") is probe:
+            return True
+        function = getattr(function, "_torchdynamo_orig_backend", None) or getattr(
+            function, "compiler_fn", None
+        )
+    return False
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Restore the random number generators."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
