@@ -179,8 +179,6 @@ def _is_integral(ratio: sympy.Expr) -> bool:
 def split(axis: Axis, major: Axis) -> Axis:
     """Make `axis` the composite (major, rest); returns the rest."""
     axis = axis.find()
-    if axis.span is not None:
-        raise AxisConflict(f"{axis} is a slice: it cannot be split")
     rest = Axis(sympy.cancel(axis.size / major.size))
     axis.parts = (major, rest)
     return rest

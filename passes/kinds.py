@@ -108,13 +108,32 @@ class Kinds:
 
     # ---- entry ----------------------------------------------------------------------------------------------------
 
+    def views_that_cut_tokens(self) -> frozenset[fx.Node]:
+        """Views that cut the batch or sequence axis (or a slice of it) in two.
+
+        Raises:
+            Refusal: the graph has no token ids, or something other than a view cut its axes.
+        """
+        self._selected: dict[tuple[object, ...], Region] = {}
+        self._seed()
+        cut = frozenset(n for n, facts in self.infer.facts.items() if self.token_axes([(a,) for a in facts.split], raw=True))
+        if not cut and any(a is not None and a.find().parts is not None for a in (self.batch, self.seq)):
+            raise Refusal(
+                reason_at(
+                    self.ids, "cut-sequence", "the batch or sequence axis is paired with an axis of another factorisation",
+                    "positions would be regrouped, and columns of packed tokens are not regular",
+                    "keep [batch, sequence] apart from other dims inside the model",
+                )  # fmt: skip
+            )
+        return cut
+
     def run(self) -> None:
         """Classify every node.
 
         Raises:
             Refusal: the graph cannot be packed.
         """
-        self._selected: dict[tuple[object, ...], Region] = {}
+        self._selected = {}
         self._seed()
         self.masks = MaskReader(
             self.infer.facts, self.batch, self._seq, lambda n: self.values[n].kind is Kind.GRID, self._constant
@@ -139,7 +158,7 @@ class Kinds:
         for node in self.graph.nodes:
             if node.target is not aten.embedding.default or not _from_input(node.args[1]):
                 continue
-            axes = [axis for dim in self.infer.dims(node.args[1]) for axis in resolve(dim)]
+            axes = _unsplit(self.infer.dims(node.args[1]))
             self.ids = node.args[1]
             if len(axes) == 2:
                 self.batch, self.seq = axes
@@ -211,12 +230,12 @@ class Kinds:
             root = root.span.base.find()
         return self.batch is not None and root.key() == self.batch.key()
 
-    def token_axes(self, dims: Iterable[Dim]) -> list[Axis]:
-        """Batch and sequence axes (and slices, and selections) among dims."""
+    def token_axes(self, dims: Iterable[Dim], raw: bool = False) -> list[Axis]:
+        """Batch and sequence axes (and slices, and selections) among dims; raw: as written, not as later cut."""
         return [
             axis
             for dim in dims
-            for axis in resolve(dim)
+            for axis in (dim if raw else resolve(dim))
             if self.is_batch(axis) or self.region_of_axis(axis) is not None
         ]
 
@@ -491,9 +510,10 @@ class Kinds:
 
     def _check(self) -> None:
         if not self.sites:
+            meets = any(n.op == "call_function" and self._mixes(n) for n in self.graph.nodes)
             private = next((v.reason for v in self.values.values() if v.kind is Kind.PRIVATE and v.reason), None)
             raise Refusal(
-                private
+                (private if meets else None)
                 or reason_at(
                     None, "no-attention", "no attention in this graph",
                     "without attention there is little to share beyond a table lookup",
@@ -846,6 +866,19 @@ def _is_tensor_node(node: fx.Node) -> bool:
     if isinstance(value, (tuple, list)):
         return any(isinstance(item, torch.Tensor) for item in value)
     return isinstance(value, torch.Tensor)
+
+
+def _unsplit(dims: Dims) -> list[Axis]:
+    """Root axes of dims, as they are before a view cuts them."""
+    out: list[Axis] = []
+    for dim in dims:
+        for axis in dim:
+            root = axis.find()
+            inner = [a for a in root.parts or ()]
+            # A flat [B * T] input paired with (batch, sequence) is those two.
+            flat = root.parts is not None and all(a.find() is not a or a.find().parts is None for a in inner)
+            out.extend(resolve((root,)) if flat and len(dims) == 1 else [root])
+    return out
 
 
 def _op_name(node: fx.Node) -> str:

@@ -8,6 +8,7 @@ fresh tensors become functional; any other mutation is refused, because the pack
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,6 +118,8 @@ def _functionalize(gm: fx.GraphModule) -> None:
             continue
         if not node.target._schema.is_mutable:
             continue
+        if _write_slice(gm, node, order):
+            continue
         base = node.args[0]
         twin = _FUNCTIONAL.get(node.target)
         if node.target is aten.copy_.default and _is_fresh(base, node, order):
@@ -141,6 +144,32 @@ def _functionalize(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def _write_slice(gm: fx.GraphModule, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """``x[..., a:b].copy_(y)`` on a fresh x becomes ``slice_scatter(x, y, ...)``, read by all later uses of x."""
+    view = node.args[0]
+    if node.target is not aten.copy_.default or not isinstance(view, fx.Node):
+        return False
+    if view.target is not aten.slice.Tensor or set(view.users) != {node} or node.users:
+        return False
+    base = view.args[0]
+    if not isinstance(base, fx.Node) or not _is_fresh(base, view, order):
+        return False
+    with gm.graph.inserting_before(node):
+        source = _cast_like(gm, node, base)
+        if source.meta["val"].shape != view.meta["val"].shape:
+            source = gm.graph.call_function(aten.expand_as.default, (source, view))
+            source.meta = {**node.meta, "val": view.meta["val"]}
+        new = gm.graph.call_function(aten.slice_scatter.default, (base, source, *view.args[1:]))
+    new.meta = {**node.meta, "val": base.meta["val"]}
+    order[new] = order[node]
+    for user in [u for u in base.users if order.get(u, 0) > order[node] and u is not new]:
+        user.replace_input_with(base, new)
+    gm.graph.erase_node(node)
+    if not view.users:
+        gm.graph.erase_node(view)
+    return True
+
+
 def _cast_like(gm: fx.GraphModule, node: fx.Node, base: fx.Node) -> Any:
     source = node.args[1]
     if source.meta["val"].dtype == base.meta["val"].dtype:
@@ -156,12 +185,16 @@ def _cast_like(gm: fx.GraphModule, node: fx.Node, base: fx.Node) -> Any:
 def _may_alias(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
+    if node.target is operator.getitem:  # one output of topk or sort is fresh, one of split is a view
+        return _may_alias(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
     schema = node.target._schema
     if any(ret.alias_info is not None for ret in schema.returns) and not schema.is_mutable:
         return True
-    return node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default, aten.reshape.default)
+    if node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout):
+        return node.meta["val"].dtype == node.args[0].meta["val"].dtype
+    return node.target in (aten.contiguous.default, aten.reshape.default)
 
 
 def _is_fresh(base: Any, node: fx.Node, order: dict[fx.Node, int]) -> bool:

@@ -382,9 +382,10 @@ class MaskReader:
             pieces = folded.args if isinstance(folded, sympy.Piecewise) else ((folded, sympy.true),)
             visible, taken = sympy.false, sympy.false
             for value, cond in pieces:
-                if not value.is_number or not (value == 0 or value == -sympy.oo or value <= MASKED):
+                level = float(value) if value.is_number else 1.0
+                if level != 0.0 and not level <= MASKED:
                     raise Unproved(f"an additive mask with the value {value}: {self.show(expr)}")
-                if value == 0:
+                if level == 0.0:
                     visible = sympy.Or(visible, sympy.And(cond, sympy.Not(taken)))
                 taken = sympy.Or(taken, cond)
             terms.append(visible)

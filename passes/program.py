@@ -22,13 +22,15 @@ from treecompile.passes.kinds import Kind, Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
 from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
 from treecompile.passes.ops.views import arg
-from treecompile.passes.rule import Infer, lookup
+from treecompile.passes.reasons import Refusal, reason_at
+from treecompile.passes.rule import Facts, Infer, lookup, outputs_of
 from treecompile.runtime.losses import nll_from_log_probs
 from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
 
 __all__ = ["Draft", "Rewrite", "build"]
 
 aten = torch.ops.aten
+_WALKS = 4  # infer walks; each holds off the views that the last one found to cut a token axis
 
 
 @dataclass
@@ -93,23 +95,43 @@ def build(gm: fx.GraphModule, fakes: Sequence[Any], is_parameter: Callable[[fx.N
 
 
 def classify(lowered: fx.GraphModule, parameters: set[fx.Node]) -> Kinds:
-    """Infer every dim, then decide every kind."""
-    infer = Infer()
+    """Infer every dim, then decide every kind.
+
+    A view is free to cut a feature axis. That it cut a token axis is known only once the token axes are, so the infer
+    walk is repeated with such views held off (they then belong to the dense tail) until none is left.
+    """
+    uncut: frozenset[fx.Node] = frozenset()
+    for _ in range(_WALKS):
+        infer, constants = _infer(lowered, uncut)
+        kinds = Kinds(lowered.graph, infer, parameters, constants)
+        cut = kinds.views_that_cut_tokens()
+        if not cut:
+            kinds.run()
+            return kinds
+        uncut |= cut
+    node = min(uncut, key=lambda n: n.name)
+    raise Refusal(
+        reason_at(
+            node, "cut-sequence", "a view cuts the batch or sequence axis in two",
+            "positions would be regrouped by column, and columns of packed tokens are not regular",
+            "keep [batch, sequence] apart from other dims inside the model",
+        )  # fmt: skip
+    )
+
+
+def _infer(lowered: fx.GraphModule, uncut: frozenset[fx.Node]) -> tuple[Infer, dict[fx.Node, Any]]:
+    infer = Infer(uncut)
     constants: dict[fx.Node, Any] = {}
     for node in lowered.graph.nodes:
         if node.op == "output":
             continue
         if node.op in ("placeholder", "get_attr"):
-            from treecompile.passes.rule import Facts, outputs_of
-
             if node.op == "get_attr":
                 _note_constant(lowered, node, constants)
             infer.facts[node] = Facts([infer.fresh(value) for value in outputs_of(node)])
         else:
             infer.run(node, lookup(node.target))
-    kinds = Kinds(lowered.graph, infer, parameters, constants)
-    kinds.run()
-    return kinds
+    return infer, constants
 
 
 def _note_constant(gm: fx.GraphModule, node: fx.Node, constants: dict[fx.Node, Any]) -> None:

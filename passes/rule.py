@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from treecompile.passes.axes import AxisConflict, Dim, Dims, fresh, resolve, unify
+from treecompile.passes.axes import Axis, AxisConflict, Dim, Dims, axes_of, fresh, resolve, unify
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
@@ -34,6 +34,8 @@ class Facts:
         pairs: dims that the op combines element by element; each pair must turn out equal (or of size one).
         mixed: dims along which the op mixes elements (reductions, contractions, sorts).
         iota: for an integer value that counts its own elements, the merged dim it counts along.
+        opaque: the op has no rule, or this use of it is beyond the rule.
+        split: axes that a view had to cut in two.
     """
 
     outs: list[Dims]
@@ -41,6 +43,7 @@ class Facts:
     mixed: list[Dim] = field(default_factory=list)
     iota: Dim | None = None
     opaque: bool = False
+    split: list[Axis] = field(default_factory=list)
 
     @property
     def out(self) -> Dims:
@@ -81,10 +84,15 @@ def value_of(node: Any) -> Any:
 
 
 class Infer:
-    """State of the infer walk: facts per node, and the operations that rules use."""
+    """State of the infer walk: facts per node, and the operations that rules use.
 
-    def __init__(self) -> None:
+    Args:
+        uncut: views that may not cut the axes of their operand (found to be token axes by an earlier walk).
+    """
+
+    def __init__(self, uncut: frozenset[fx.Node] = frozenset()) -> None:
         self.facts: dict[fx.Node, Facts] = {}
+        self.uncut = uncut
         self._pairs: list[tuple[Dim, Dim]] = []
         self._mixed: list[Dim] = []
 

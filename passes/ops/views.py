@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from treecompile.passes.axes import Axis, AxisConflict, Dim, Dims, Span, fresh, regroup, resolve, size_of
+from treecompile.passes.axes import Axis, AxisConflict, Dim, Dims, Span, axes_of, fresh, regroup, resolve, size_of
 from treecompile.passes.rule import Facts, Infer, Rule, flat, outputs_of, value_of
 
 if TYPE_CHECKING:
@@ -35,11 +35,15 @@ def axis_index(dim: int, rank: int) -> int:
 def infer_view(infer: Infer, node: fx.Node) -> Facts:
     dims = infer.dims(node.args[0])
     value = value_of(node)
+    before = axes_of(dims)
     try:
+        if node in infer.uncut:
+            raise AxisConflict("a view cuts a token axis")
         out = regroup(dims, tuple(value.shape))
     except AxisConflict:
         return Facts([infer.fresh(value)], mixed=list(dims))
-    return Facts([out], iota=infer.facts[node.args[0]].iota)
+    cut = [axis for axis in before if axis.find().parts is not None]
+    return Facts([out], iota=infer.facts[node.args[0]].iota, split=cut)
 
 
 def emit_view(emitter: Emitter, node: fx.Node) -> fx.Node:
@@ -297,6 +301,17 @@ def infer_mixing(infer: Infer, node: fx.Node) -> Facts:
     return Facts([dims], mixed=[dims[axis_index(d, len(dims))] for d in which])
 
 
+def infer_slice_scatter(infer: Infer, node: fx.Node) -> Facts:
+    """x with x[..., start:end] replaced: what a copy into a slice of a fresh tensor becomes."""
+    dims, source = infer.dims(node.args[0]), infer.dims(node.args[1])
+    at = axis_index(arg(node, 2, "dim", 0), len(dims))
+    for d in range(len(dims)):
+        if d != at:
+            infer.pair(dims[d], source[d])
+    infer.mix(dims[at])
+    return Facts([dims])
+
+
 def infer_diff(infer: Infer, node: fx.Node) -> Facts:
     dims = infer.dims(node.args[0])
     value = value_of(node)
@@ -346,6 +361,7 @@ RULES = [
     Rule("join", (aten.cat.default,), infer_cat, emit_cat),
     Rule("join", (aten.stack.default,), infer_stack),
     Rule("join", (aten.pad.default, aten.constant_pad_nd.default), infer_pad),
+    Rule("join", (aten.slice_scatter.default,), infer_slice_scatter),
     Rule("rearrange", (aten.flip.default, aten.roll.default), infer_mixing),
     Rule("rearrange", (aten.diff.default,), infer_diff),
 ]
