@@ -18,6 +18,11 @@ from treecompile.leaves import attention, experts, scope
 
 __all__ = ["LEAVES", "Leaf", "install"]
 
+_MASKS = "transformers.masking_utils"
+_FLEX = "transformers.integrations.flex_attention"
+_FLASH = "transformers.integrations.flash_attention"
+_MOE = "transformers.integrations.moe"
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -38,20 +43,15 @@ def _named(module: str, function: str) -> Callable[[], Iterator[FunctionType]]:
     def where() -> Iterator[FunctionType]:
         # Not getattr: on the lazy modules of transformers that would import more of it.
         found = getattr(sys.modules.get(module), "__dict__", {}).get(function)
-        if isinstance(found, FunctionType):
+        if isinstance(found, FunctionType) and _MASKS in sys.modules:
             yield found
 
     return where
 
 
-_MASKS = "transformers.masking_utils"
-_FLEX = "transformers.integrations.flex_attention"
-_FLASH = "transformers.integrations.flash_attention"
-_MOE = "transformers.integrations.moe"
-
 LEAVES = (
-    Leaf("flex mask", _named(_MASKS, "flex_attention_mask"), attention.mask),
-    Leaf("flash mask", _named(_MASKS, "flash_attention_mask"), attention.mask),
+    Leaf("flex mask", _named(_MASKS, "flex_attention_mask"), attention.flex_mask),
+    Leaf("flash mask", _named(_MASKS, "flash_attention_mask"), attention.flash_mask),
     Leaf("flex attention", _named(_FLEX, "flex_attention_forward"), attention.flex_forward),
     Leaf("flash attention", _named(_FLASH, "flash_attention_forward"), attention.flash_forward),
     Leaf("grouped experts", _named(_MOE, "grouped_mm_experts_forward"), experts.experts),

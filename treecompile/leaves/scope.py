@@ -75,7 +75,7 @@ def _translator() -> Any:
 
 def at_trace_time(function: Function) -> Function:
     """Have Dynamo call `function` and take its result as a constant: `assume_constant_result`, with types."""
-    return cast(Function, torch._dynamo.assume_constant_result(function))
+    return cast(Function, torch._dynamo.assume_constant_result(function))  # type: ignore[no-untyped-call]
 
 
 @at_trace_time
