@@ -36,6 +36,7 @@ from examples.baselines import LogProbs, log_probs_of, without_mask
 from examples.rollouts import Batch, Sharing, sharing
 
 Compile = Callable[[LogProbs], LogProbs]
+Clock = Callable[[], float]
 LOG_PROB_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-5
 
@@ -182,10 +183,6 @@ class Step:
             loss += float(partial.detach())
         return torch.cat(parts), loss
 
-    def seconds(self) -> float:
-        """Time of one run."""
-        return seconds_of(self)
-
 
 def measure(
     model: nn.Module,
@@ -195,6 +192,7 @@ def measure(
     compile_dense: Compile = lambda function: torch.compile(function, backend="inductor", dynamic=False),
     microbatches: Sequence[int] | None = None,
     repeats: int = 5,
+    clock: Clock = time.perf_counter,
     say: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
     """Measure one training step of `model` on `batch`.
@@ -207,6 +205,8 @@ def measure(
         microbatches: rows of a microbatch to try for the baselines; None: all rows, a third, a sixth. The
             eager model tells the fastest. The tree run takes all rows at once.
         repeats: timed runs of each; they take turns, so that noise meets all of them.
+        clock: what tells the time; `time.process_time` counts the processor time of all threads, for a
+            machine whose cores are shared with other programs.
         say: called with a line about progress.
     """
     rows = len(batch.lengths)
@@ -216,7 +216,7 @@ def measure(
     wanted, _ = reference()
     gradients = gradients_of(model)
 
-    size = best_microbatch(plain, batch, microbatches or default_microbatches(rows), say)
+    size = best_microbatch(plain, batch, microbatches or default_microbatches(rows), clock, say)
     stock = Step("dense, 2-D mask", model, compile_dense(log_probs_of(model)), batch, size)
     causal = Step("dense, causal, no mask", plain, compile_dense(log_probs_of(plain)), batch, size)
     tree = Step("tree", model, compiled, batch, rows)
@@ -237,10 +237,10 @@ def measure(
     steps = (stock, causal, tree)
     times: dict[str, list[float]] = {step.name: [] for step in steps}
     for step in steps:
-        step.seconds()
+        step()
     for _ in range(repeats):
         for step in steps:
-            times[step.name].append(step.seconds())
+            times[step.name].append(seconds_of(step, clock))
     runs = [Run(s.name, s.rows, first[s.name], tuple(times[s.name])) for s in steps]
 
     say("times the parts of the dense run")
@@ -248,7 +248,9 @@ def measure(
     dense = tuple(runs[:2])
     masked = dense[0].median < dense[1].median
     quoted = dense[0] if masked else dense[1]
-    components = components_of(model, batch, counted, quoted, masked, compile_dense, repeats)
+    components = components_of(
+        model, batch, counted, quoted, masked, compile_dense, lambda f: median_seconds(f, repeats, clock)
+    )
     return Measurement(
         batch.input_ids.numel(),
         batch.input_ids.shape[1],
@@ -266,11 +268,15 @@ def default_microbatches(rows: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in (rows, rows // 3, rows // 6) if size and rows % size == 0}))
 
 
-def best_microbatch(model: nn.Module, batch: Batch, sizes: Sequence[int], say: Callable[[str], None]) -> int:
+def best_microbatch(
+    model: nn.Module, batch: Batch, sizes: Sequence[int], clock: Clock, say: Callable[[str], None]
+) -> int:
     """The fastest microbatch of the eager model: to compile every size would take minutes."""
     if len(sizes) == 1:
         return sizes[0]
-    found = {size: Step("eager", model, log_probs_of(model), batch, size).seconds() for size in sizes}
+    found = {
+        size: seconds_of(Step("eager", model, log_probs_of(model), batch, size), clock) for size in sizes
+    }
     model.zero_grad(set_to_none=True)
     best = min(found, key=lambda size: found[size])
     listed = ", ".join(f"{size} rows {seconds:.2f} s" for size, seconds in found.items())
@@ -331,7 +337,7 @@ def components_of(
     run: Run,
     masked: bool,
     compile_dense: Compile,
-    repeats: int,
+    seconds: Callable[[Callable[[], object]], float],
 ) -> tuple[Component, ...]:
     """Where the time of a dense run goes."""
     config: Any = model.config
@@ -339,8 +345,8 @@ def components_of(
     calls = len(batch.lengths) / run.rows
     pairs = grid * columns if masked else grid * (columns + 1) // 2
     heads, channels, layers = config.num_attention_heads, config.head_dim, config.num_hidden_layers
-    attention = calls * layers * attention_seconds(model, batch, run.rows, masked, repeats)
-    head = calls * head_seconds(model, batch, run.rows, compile_dense, repeats)
+    attention = calls * layers * seconds(attention_of(model, batch, run.rows, masked))
+    head = calls * seconds(head_of(model, batch, run.rows, compile_dense))
     # Parts that were timed alone can add up to more than the whole; then nothing is left for the rest.
     rest = max(0.0, run.median - attention - head)
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
@@ -357,7 +363,7 @@ def components_of(
     )
 
 
-def attention_seconds(model: nn.Module, batch: Batch, rows: int, masked: bool, repeats: int) -> float:
+def attention_of(model: nn.Module, batch: Batch, rows: int, masked: bool) -> Callable[[], None]:
     """Attention of one layer and one microbatch, forward and backward."""
     config: Any = model.config
     columns, like = batch.input_ids.shape[1], next(model.parameters())
@@ -381,11 +387,10 @@ def attention_seconds(model: nn.Module, batch: Batch, rows: int, masked: bool, r
         )
         torch.autograd.grad(out, (query, key, value), upstream)
 
-    once()
-    return statistics.median(seconds_of(once) for _ in range(repeats))
+    return once
 
 
-def head_seconds(model: nn.Module, batch: Batch, rows: int, compile_dense: Compile, repeats: int) -> float:
+def head_of(model: nn.Module, batch: Batch, rows: int, compile_dense: Compile) -> Callable[[], None]:
     """Output layer, log-softmax and gather of one microbatch, forward and backward, compiled."""
     head: Any = model.lm_head
     hidden = torch.randn(*batch.input_ids[:rows].shape, head.in_features, device=head.weight.device)
@@ -401,8 +406,7 @@ def head_seconds(model: nn.Module, batch: Batch, rows: int, compile_dense: Compi
         out = compiled(hidden, batch.input_ids[:rows])
         torch.autograd.grad(out, (hidden, head.weight), batch.weight[:rows])
 
-    once()
-    return statistics.median(seconds_of(once) for _ in range(repeats))
+    return once
 
 
 def timed(step: Step) -> tuple[Tensor, float]:
@@ -420,13 +424,19 @@ def timed_with_loss(step: Step) -> tuple[tuple[Tensor, float], float]:
     return found, time.perf_counter() - start
 
 
-def seconds_of(function: Callable[[], object]) -> float:
+def seconds_of(function: Callable[[], object], clock: Clock) -> float:
     """Time of one call."""
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     function()
     synchronize()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def median_seconds(function: Callable[[], object], repeats: int, clock: Clock) -> float:
+    """Median time of a call after the first."""
+    function()
+    return statistics.median(seconds_of(function, clock) for _ in range(repeats))
 
 
 def synchronize() -> None:

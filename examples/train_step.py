@@ -13,6 +13,7 @@ import functools
 import json
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.fast:
         fast(options)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     try:
         rollouts, notes = rollouts_of(options)
     except treecompile.RolloutFileError as error:
@@ -75,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compile_dense=lambda function: torch.compile(function, **dense_options),
         microbatches=options.microbatches,
         repeats=options.repeats,
+        clock=time.process_time if options.clock == "cpu" else time.perf_counter,
         say=lambda line: say(f"  ... {line}"),
     )
     loss = train_step(step, batch, torch.optim.AdamW(model.parameters(), lr=1e-4))
@@ -115,16 +119,20 @@ def parser() -> argparse.ArgumentParser:
     )
     size.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     size.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    time = made.add_argument_group("measurement")
-    time.add_argument("--repeats", type=positive, default=5, help="timed runs of each")
-    time.add_argument(
+    timing = made.add_argument_group("measurement")
+    timing.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine"
+    )
+    timing.add_argument("--threads", type=positive, help="threads of torch")
+    timing.add_argument("--repeats", type=positive, default=5, help="timed runs of each")
+    timing.add_argument(
         "--microbatches", type=positive, nargs="+", help="rows of a dense microbatch to choose among"
     )
-    time.add_argument("--compiler", choices=("inductor", "aot_eager"), default="inductor")
-    time.add_argument("--min-speedup", type=float, help="3 for the default rollouts, else not checked")
-    time.add_argument("--min-of-ideal", type=float, help="0.8 for the default rollouts, else not checked")
-    time.add_argument("--json", metavar="OUT", help="also write all results to this file")
-    time.add_argument(
+    timing.add_argument("--compiler", choices=("inductor", "aot_eager"), default="inductor")
+    timing.add_argument("--min-speedup", type=float, help="3 for the default rollouts, else not checked")
+    timing.add_argument("--min-of-ideal", type=float, help="0.8 for the default rollouts, else not checked")
+    timing.add_argument("--json", metavar="OUT", help="also write all results to this file")
+    timing.add_argument(
         "--fast", action="store_true", help="a few tokens, no code generation: checks the law only"
     )
     return made
