@@ -1,0 +1,277 @@
+"""The matrix of models and settings: its axes, what is left out and why, and the lists generated from it.
+
+A case picks one value on each axis. Two lists are made of all valid cases:
+
+- `covering`: few cases such that every possible pair of values of any two axes occurs in one of them;
+- `product`: every family with every attention, experts function and mask, with each other setting in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models import FAMILIES, VOCAB
+
+__all__ = ["AXES", "EXCLUSIONS", "Case", "Exclusion", "Sample", "covering", "excluded", "pairs", "product", "sample"]
+
+AXES: dict[str, tuple[str, ...]] = {
+    "family": tuple(FAMILIES),
+    # attention_mask: not given, or padded on one side, or right-padded with masked positions between kept ones.
+    "mask": ("right", "left", "none", "holes"),
+    "attention": ("sdpa", "eager", "flex", "flash"),
+    "experts": ("-", "batched_mm", "eager", "grouped_mm"),
+    # position_ids: not given, columns, counted along the mask, or restarting with every document.
+    "positions": ("-", "arange", "cumsum", "packed_row", "packed_batch"),
+    # What the call asks for: logits of all tokens, of the last ones, a loss (with padding ignored, or with
+    # labels=input_ids as they are), or all hidden states too.
+    "ask": ("-", "keep", "labels", "all_labels", "hidden"),
+    "mode": ("-", "checkpoint", "no_grad", "inference", "autocast"),
+    "weights": ("-", "frozen", "lora", "tied"),
+    # use_cache=False, or left at its default.
+    "cache": ("-", "cache"),
+}
+_SINGLE = ("positions", "ask", "mode", "weights", "cache")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of each axis; "-" is the plain setting."""
+
+    family: str
+    mask: str = "right"
+    attention: str = "sdpa"
+    experts: str = "-"
+    positions: str = "-"
+    ask: str = "-"
+    mode: str = "-"
+    weights: str = "-"
+    cache: str = "-"
+
+    def __str__(self) -> str:
+        return "-".join(value for value in self.values().values() if value != "-")
+
+    def values(self) -> dict[str, str]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Combinations that are left out: all axes in `where` have one of the named values."""
+
+    why: str
+    where: Mapping[str, tuple[str, ...]]
+
+    def holds(self, values: Mapping[str, str]) -> bool:
+        return all(values.get(axis) in named for axis, named in self.where.items())
+
+
+def _by_family() -> Iterator[Exclusion]:
+    for family in FAMILIES.values():
+        other = tuple(a for a in AXES["attention"] if a not in family.attention)
+        if other:
+            where = {"family": (family.name,), "attention": other}
+            yield Exclusion("the family does not accept this attention implementation", where)
+        experts = family.experts or ("-",)
+        other = tuple(e for e in AXES["experts"] if e not in experts)
+        yield Exclusion("dense families have no experts, the others have some", {"family": (family.name,), "experts": other})
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    *_by_family(),
+    Exclusion(
+        "packed documents come without a mask",
+        {"positions": ("packed_row", "packed_batch"), "mask": ("right", "left", "holes")},
+    ),
+    Exclusion("there is no mask to count along", {"positions": ("cumsum",), "mask": ("none",)}),
+    Exclusion("without a mask no label is ignored in either case", {"ask": ("all_labels",), "mask": ("none",)}),
+    Exclusion("the model written by hand has no cache", {"family": ("handwritten",), "cache": ("cache",)}),
+    Exclusion(
+        "transformers turns the cache off and logs it, and the call of the logger breaks the graph",
+        {"mode": ("checkpoint",), "cache": ("cache",)},
+    ),
+    Exclusion(
+        "FlashAttention gives zeros at padding, and nothing else does: no dense run on a CPU to compare with",
+        {"attention": ("flash",), "ask": ("all_labels",)},
+    ),
+)
+
+
+def excluded(values: Mapping[str, str]) -> Exclusion | None:
+    """The first exclusion that holds for values of some or all axes."""
+    return next((e for e in EXCLUSIONS if e.holds(values)), None)
+
+
+# ---- lists ---------------------------------------------------------------------------------------------------------
+
+
+def plain(family: str) -> Case:
+    """The usual setting of a family."""
+    this = FAMILIES[family]
+    return Case(family, attention=this.attention[0], experts=(this.experts or ("-",))[0])
+
+
+def product() -> list[Case]:
+    """Every family, attention, experts function and mask; every other setting alone.
+
+    Experts functions other than the usual one run with the usual attention only: the two never meet in a graph.
+    """
+    cases: dict[Case, None] = {}
+    for name, family in FAMILIES.items():
+        base = plain(name)
+        inner = [replace(base, attention=a) for a in family.attention]
+        inner += [replace(base, experts=e) for e in family.experts[1:]]
+        for case, mask in itertools.product(inner, AXES["mask"]):
+            for axis in _SINGLE:
+                for value in AXES[axis]:
+                    made = replace(case, mask=mask, **{axis: value})
+                    if excluded(made.values()) is None:
+                        cases[made] = None
+    return list(cases)
+
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def pairs(values: Mapping[str, str]) -> set[Pair]:
+    """All pairs of (axis, value) of a case, or of a part of one; axes in the order of AXES."""
+    chosen = [(axis, values[axis]) for axis in AXES if axis in values]
+    return set(itertools.combinations(chosen, 2))
+
+
+def possible() -> list[Pair]:
+    """Every pair that some valid case has, in order."""
+    found = []
+    for a, b in itertools.combinations(AXES, 2):
+        for x, y in itertools.product(AXES[a], AXES[b]):
+            if _complete({a: x, b: y}) is not None:
+                found.append(((a, x), (b, y)))
+    return found
+
+
+def _complete(values: dict[str, str]) -> dict[str, str] | None:
+    """A valid case with these values, by backtracking over the other axes."""
+    if excluded(values) is not None:
+        return None
+    free = next((axis for axis in AXES if axis not in values), None)
+    if free is None:
+        return values
+    for value in AXES[free]:
+        found = _complete({**values, free: value})
+        if found is not None:
+            return found
+    return None
+
+
+@functools.cache
+def covering() -> tuple[Case, ...]:
+    """Few cases that have every possible pair: each takes the choices that add most, one axis after another."""
+    missing = dict.fromkeys(possible())
+    cases = []
+    while missing:
+        values = dict(next(iter(missing)))
+        for axis in sorted((a for a in AXES if a not in values), key=lambda a: -len(AXES[a])):
+            values = max(
+                (step for value in AXES[axis] if _complete(step := {**values, axis: value}) is not None),
+                key=lambda step: len(pairs(step) & missing.keys()),
+            )
+        for pair in pairs(values):
+            missing.pop(pair, None)
+        cases.append(Case(**values))
+    return tuple(cases)
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments of a call.
+
+    Attributes:
+        arguments: keyword arguments.
+        kept: bool [B, T]: positions that are no padding.
+        reference: arguments of the dense run, where they differ.
+    """
+
+    arguments: dict[str, Any]
+    kept: Tensor
+    reference: dict[str, Any]
+
+
+_T = 16
+_LENGTHS = (16, 14, 16, 9, 14, 13)
+
+
+def rows() -> Tensor:
+    """int64 [6, 16]: a row, a late fork, the first row again, its prefix, a fork of the fork, an early fork.
+
+    Rows are as long as `_LENGTHS` says where they are padded, and go on with tokens of their own elsewhere.
+    """
+    g = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, VOCAB, (6, _T), generator=g)
+    for row, source, fork in ((1, 0, 11), (2, 0, 16), (3, 0, 9), (4, 1, 12), (5, 0, 2)):
+        ids[row, :fork] = ids[source, :fork]
+    return ids
+
+
+def _padded(side: str) -> tuple[Tensor, Tensor]:
+    """ids and mask; padding is random tokens, so that whatever reads it shows."""
+    ids = rows()
+    if side == "none":
+        return ids, torch.ones_like(ids)
+    g = torch.Generator().manual_seed(6)
+    out, mask = torch.randint(3, VOCAB, ids.shape, generator=g), torch.zeros_like(ids)
+    for row, length in enumerate(_LENGTHS):
+        start = _T - length if side == "left" else 0
+        out[row, start : start + length] = ids[row, :length]
+        mask[row, start : start + length] = 1
+    if side == "holes":
+        mask[:, 4] = 0
+        mask[1, 7:9] = 0
+        mask[4, 12] = 0
+    return out, mask
+
+
+def sample(case: Case) -> Sample:
+    """The batch of a case."""
+    ids, mask = _padded(case.mask)
+    positions: Tensor | None = None
+    if case.positions == "arange":
+        positions = torch.arange(_T).expand_as(ids).contiguous()
+    elif case.positions == "cumsum":
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    elif case.positions == "packed_row":
+        parts = [row[:length] for row, length in zip(ids, _LENGTHS, strict=True)]
+        ids = torch.cat(parts)[None]
+        positions = torch.cat([torch.arange(len(part)) for part in parts])[None]
+        mask = torch.ones_like(ids)
+    elif case.positions == "packed_batch":
+        ids = torch.cat([ids[:, :10], ids.roll(1, 0)[:, :6]], dim=1)
+        positions = torch.cat([torch.arange(10), torch.arange(6)]).expand_as(ids).contiguous()
+    arguments: dict[str, Any] = {"input_ids": ids}
+    if case.mask != "none":
+        arguments["attention_mask"] = mask
+    if positions is not None:
+        arguments["position_ids"] = positions
+    if case.family != "handwritten" and case.cache == "-":
+        arguments["use_cache"] = False
+    if case.ask == "keep":
+        arguments["logits_to_keep"] = 5
+    elif case.ask == "labels":
+        arguments["labels"] = ids.masked_fill(mask == 0, -100)
+    elif case.ask == "all_labels":
+        arguments["labels"] = ids
+    elif case.ask == "hidden":
+        arguments["output_hidden_states"] = True
+    reference = dict(arguments)
+    if case.attention == "flash" and case.positions == "packed_batch":
+        # FlashAttention sees documents in a single row only; a mask has transformers forget them elsewhere too.
+        reference["attention_mask"] = torch.ones_like(ids)
+    return Sample(arguments, mask.bool(), reference)
