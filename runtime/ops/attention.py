@@ -38,6 +38,46 @@ def _forward(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
+    """Attend over the ancestors of each packed token.
+
+    Args:
+        q: [1, Hq, N, Dqk], fp64, fp32, bf16 or fp16, any strides; N = 0 and 1 included.
+        k: [1, Hkv, N, Dqk], Hq a multiple of Hkv.
+        v: [1, Hkv, N, Dv].
+        subtree_end: int32 [N]; n attends to k iff ``k <= n < subtree_end[k]``.
+        column: int32 [N], grid columns; a window compares them.
+        segments: int32 [S, 4] on q's device, rows (start, end, parent row or -1, subtree end of start).
+        segments_host: the same on the CPU.
+        pieces: int32 [P, 6] on the CPU, from `plan_pieces`.
+        blocks: int32 [K] on q's device; may be empty, pieces do not read it.
+        sinks: [Hq], one extra logit per head without a value, or None.
+        scale: factor on the logits.
+        softcap: s becomes softcap * tanh(s / softcap); 0 for none.
+        window: key visible iff column[q] - column[k] < window; 0 for none.
+
+    Returns:
+        out [1, Hq, N, Dv] contiguous in q's dtype, and the log-sum-exp [1, Hq, N] (sinks included) in fp32,
+        fp64 for fp64, not differentiable. A query that sees no key (a leaf pad without ancestors) gives 0 and
+        -inf.
+
+    Raises:
+        ValueError: shapes that disagree, or a plan of another tree.
+
+    Example:
+        >>> import numpy as np
+        >>> from treecompile.runtime.ops import plan_pieces
+        >>> table = np.array([[0, 2, -1, 4], [2, 3, 0, 3], [3, 4, 0, 4]], np.int32)  # a fork after two tokens
+        >>> end, column = torch.tensor([4, 4, 3, 4]).int(), torch.tensor([0, 1, 2, 2]).int()
+        >>> host, plan = torch.from_numpy(table), torch.from_numpy(plan_pieces(table, column))
+        >>> q = torch.randn(1, 2, 4, 8)
+        >>> out, lse = tree_attention(q, q, q, end, column, host, host, plan, host[:0, 0], None, 0.5, 0.0, 0)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4]))
+
+    Notes:
+        Runs `pieces_forward`; `tree_attention_reference` is the specification. Under autocast q, k and v are
+        cast to the ambient dtype, as for PyTorch's attention.
+    """
     _check(q, k, v)
     return pieces_forward(q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window)
 
@@ -74,6 +114,7 @@ def _backward(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv and d_sinks (empty without sinks) of `tree_attention`; see `pieces_backward`."""
     return pieces_backward(
         grad, q, k, v, out, lse, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window
     )

@@ -128,14 +128,16 @@ class CudaKernel(Kernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._flash(q, tile):
-            # Without dropout the random state is not read; an empty one has the kernel's dtype and device.
+            # Without dropout the random state is not read. Cumulative lengths would mean the ragged form.
             state = torch.empty(2, dtype=torch.uint64, device=q.device)
-            none = torch.empty(0, dtype=torch.int32, device=q.device)
             dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, out, lse.contiguous(), none, none, q.shape[2], k.shape[2], 0.0, tile.causal,
+                grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, tile.causal,
                 state, state, scale=tile.scale,
             )  # fmt: skip
             return dq, dk, dv
+        # In half precision this kernel's dq and dk are wrong when given another run's output and log-sum-exp
+        # (its row sums of grad * out come out as garbage; seen on an H200 with torch 2.11). In fp32 they are right.
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
         state = torch.empty((), dtype=torch.int64, device=q.device)
         k_full, v_full = _expand_heads(k, q), _expand_heads(v, q)
         # The kernel reads rows of 32 log-sum-exps.

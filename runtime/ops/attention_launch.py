@@ -30,8 +30,9 @@ Int64Array = npt.NDArray[np.int64]
 STRIP = 128
 # Largest block (queries, keys) of formulas that materialise their logits.
 BLOCK = (256, 1024)
-# Tiles over this area are launched alone, at their exact size.
-BATCH_AREA = 256 * 256
+# Tiles over this area (or that of the plan's largest steps) are launched alone, at their exact size: slices
+# cost less than gathers.
+BATCH_AREA = 128 * 128
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _cached_launch(pieces: bytes, segments: bytes, request: Request) -> Launch:
         work = _cut_window(work, _token_depths(table, tokens), request.window, step)
     if request.bounded:
         work = _cut_blocks(work)
-    alone, batches = _batches(work[work[:, 0] == TILE], tile * tile // 2, request.area)
+    alone, batches = _batches(work[work[:, 0] == TILE], tile, request.area)
     calls = np.concatenate([work[work[:, 0] != TILE], alone])
     calls = calls[np.argsort(1 - calls[:, 5], kind="stable")]
     rectangles = (Rectangle(a, b, c, d, kind, bool(first)) for kind, a, b, c, d, first in calls.tolist())
@@ -224,16 +225,16 @@ def _padded(size: Int64Array) -> Int64Array:
     return np.maximum(rounded, (size + 63) // 64 * 64 * (size > 256))
 
 
-def _batches(rows: Int64Array, call_pairs: int, most_area: int) -> tuple[Int64Array, list[TileBatch]]:
+def _batches(rows: Int64Array, tile: int, most_area: int) -> tuple[Int64Array, list[TileBatch]]:
     """Group TILE rows by padded shape, diagonal ones first. Rows that stay alone are returned as they are."""
     if not len(rows):
         return rows, []
     q_length, k_length, later = rows[:, 2] - rows[:, 1], rows[:, 4] - rows[:, 3], 1 - rows[:, 5]
-    small = q_length * k_length <= BATCH_AREA
+    small = q_length * k_length <= max(BATCH_AREA, 4 * tile**2)
     q_padded, k_padded = (np.where(small, _padded(x), x) for x in (q_length, k_length))
     shape = np.stack([later, q_padded, k_padded], 1)
     shapes, member, count = np.unique(shape, axis=0, return_inverse=True, return_counts=True)
-    member = _merge_shapes(shapes, count, call_pairs)[member.reshape(-1)]
+    member = _merge_shapes(shapes, count, tile**2 // 2)[member.reshape(-1)]
     alone: list[Int64Array] = []
     batches: list[TileBatch] = []
     for which in np.unique(member).tolist():

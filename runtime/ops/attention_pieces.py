@@ -476,7 +476,9 @@ def _cached_index(
         np.frombuffer(segments, np.int32).reshape(-1, 4),
         request,
     )
-    return launch, tuple(_batch_index(batch, group, device) for batch in launch.batches)
+    # An index made under inference mode would serve a later training step.
+    with torch.inference_mode(False):
+        return launch, tuple(_batch_index(batch, group, device) for batch in launch.batches)
 
 
 def _batch_index(batch: TileBatch, group: int, device: torch.device) -> _BatchIndex:

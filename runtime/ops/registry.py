@@ -18,7 +18,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
 
     Args:
         schema: schema without the namespace, e.g. ``"expand(Tensor x) -> Tensor"``.
-        kernel: implementation, no autograd of its own.
+        kernel: implementation, no autograd of its own; its docstring becomes the op's.
         fake: shapes, dtypes and strides of the outputs.
 
     Returns:
@@ -28,7 +28,9 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"treecompile::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.treecompile, name).default
+    op = getattr(torch.ops.treecompile, name).default
+    op.__doc__ = kernel.__doc__
+    return op
 
 
 def register_autocast(op: Any, cast: tuple[int, ...]) -> None:
