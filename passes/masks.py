@@ -14,6 +14,7 @@ Anything else is refused with the expression printed.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from treecompile.passes.axes import Axis, Dims, resolve
-from treecompile.passes.rule import Facts, value_of
+from treecompile.passes.rule import Facts, lookup, value_of
 
 __all__ = ["MaskReader", "MaskSpec", "Unproved"]
 
@@ -77,12 +78,14 @@ class Atom:
 
 def boolean(expr: Any) -> Any:
     """An expression as a truth value."""
-    return expr if isinstance(expr, Boolean) or expr in (True, False) else sympy.Ne(expr, 0)
+    if isinstance(expr, bool):
+        return sympy.true if expr else sympy.false
+    return expr if _is_truth(expr) else sympy.Ne(expr, 0)
 
 
 def number(expr: Any) -> Any:
     """An expression as a number: a truth value counts 1 or 0."""
-    if expr in (True, False) or expr is sympy.true or expr is sympy.false:
+    if isinstance(expr, bool) or expr is sympy.true or expr is sympy.false:
         return sympy.Integer(bool(expr))
     return sympy.Piecewise((1, expr), (0, True)) if _is_truth(expr) else expr
 
@@ -126,8 +129,14 @@ _SAME = {
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.expand.default, aten.type_as.default,
     aten.slice.Tensor, aten.expand_as.default,
 }  # fmt: skip
+# Bits of integers are not truth values: 1 & 2 is zero.
+_BITWISE = {
+    aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default, aten.__and__.Tensor, aten.__or__.Tensor,
+}  # fmt: skip
+# Types that hold every column exactly: a count in another type may round or wrap.
+_EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
 _RESHAPES = {
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.view.default,
+    aten.unsqueeze.default, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.view.default,
     aten.reshape.default, aten._unsafe_view.default,
 }  # fmt: skip
 _FULL = {
@@ -155,6 +164,9 @@ class MaskReader:
     constant: Callable[[fx.Node], Any]
     atoms: dict[sympy.Symbol, Atom] = field(default_factory=dict)
     _memo: dict[fx.Node, Any] = field(default_factory=dict)
+    _forms: dict[fx.Node, str] = field(default_factory=dict)
+    _first: dict[str, fx.Node] = field(default_factory=dict)
+    _formulas: list[tuple[Any, fx.Node]] = field(default_factory=list)
 
     # ---- expressions ----------------------------------------------------------------------------------------------
 
@@ -175,7 +187,22 @@ class MaskReader:
             return expr
         if expr is not None and isinstance(expr, sympy.Symbol):
             return expr
-        return self._atom(Atom("grid", node, *placed), truth=value_of(node).dtype is torch.bool)
+        if expr is not None and value_of(node).is_floating_point() and all(_is_truth(s) for s in _symbols(expr)):
+            return expr  # an additive mask made from a padding mask: the levels matter
+        return self._atom(Atom("grid", self.canonical(node), *placed), truth=value_of(node).dtype is torch.bool)
+
+    def canonical(self, node: fx.Node) -> fx.Node:
+        """The first node that computes the same value: models build one mask per kind of layer, from scratch."""
+        return self._first.setdefault(self._form(node), node)
+
+    def _form(self, node: fx.Node) -> str:
+        if node not in self._forms:
+            if node.op == "call_function":
+                args = fx.map_arg((node.args, node.kwargs), lambda n: self.canonical(n))
+                self._forms[node] = f"{node.target}{args}"
+            else:
+                self._forms[node] = node.name
+        return self._forms[node]
 
     def _place(self, dims: Dims) -> tuple[int | None, int | None] | None:
         """Batch and sequence dims (from the right) of a value that has at most one of each and nothing else."""
@@ -226,7 +253,9 @@ class MaskReader:
             dtype = value_of(node).dtype
             if isinstance(fill, fx.Node):
                 return None
-            return sympy.sympify(bool(fill)) if dtype is torch.bool else sympy.sympify(fill) + sympy.Integer(0)
+            if dtype is torch.bool:
+                return sympy.sympify(bool(fill))
+            return sympy.sympify(float(fill) if dtype.is_floating_point and not isinstance(fill, bool) else int(fill))
         if self.facts[node].iota is not None and target in (aten.arange.default, aten.arange.start):
             return self._count(node)
         if target is aten.arange.default and value_of(node).numel() == 1:
@@ -245,7 +274,7 @@ class MaskReader:
 
     def _count(self, node: fx.Node) -> Any:
         axes = resolve(self.facts[node].out[0])
-        if len(axes) != 1:
+        if len(axes) != 1 or value_of(node).dtype not in _EXACT:
             return None
         if axes[0].key() == self.seq.key():
             return self._atom(Atom("column", seq=1))
@@ -259,9 +288,19 @@ class MaskReader:
         expr = self.express(node.args[0])
         if expr is None:
             return None
-        if value_of(node).dtype is torch.bool:
+        before, after = value_of(node.args[0]).dtype, value_of(node).dtype
+        if after is torch.bool:
             return boolean(expr)
-        return expr
+        return expr if before is after or self._survives(expr, before, after) else None
+
+    def _survives(self, expr: Any, before: torch.dtype, after: torch.dtype) -> bool:
+        """Whether a cast keeps the value of an expression: it may cut fractions, round or wrap."""
+        if before is torch.bool or not _symbols(expr):
+            return after.is_floating_point or before is torch.bool
+        counts = any(self.atoms[symbol].kind != "grid" or not _is_truth(symbol) for symbol in _symbols(expr))
+        if after.is_floating_point:
+            return not counts or after in _EXACT
+        return after in _EXACT and (not before.is_floating_point or bool(expr.is_integer))
 
     def _move(self, expr: Any, moves: dict[int, int]) -> Any:
         """Rename dims (counted from the right) in an expression."""
@@ -347,15 +386,23 @@ class MaskReader:
         operands = [self.express(arg) for arg in node.args if not isinstance(arg, (list, tuple))]
         if any(op is None for op in operands):
             return None
+        if target in _BITWISE and value_of(node).dtype is not torch.bool:
+            return None
         if target in _LOGIC:
             return _LOGIC[target](*(boolean(op) for op in operands))
         if name in _COMPARE:
             return _COMPARE[name](*(number(op) for op in operands[:2]))
         if target in _ARITHMETIC and node.kwargs.get("alpha", 1) == 1:
-            if value_of(node).dtype is torch.bool:
+            if value_of(node).dtype not in _EXACT or len(operands) > 2:
                 return None
+            if name in ("mul", "div") and any(self._counts(op) for op in operands):
+                if not all(self._counts(op) or _is_exact_factor(op, name) for op in operands):
+                    return None  # products round: q / 3 * 3 may fall short of q
             return _ARITHMETIC[target](*(number(op) for op in operands))
         return None
+
+    def _counts(self, expr: Any) -> bool:
+        return any(self.atoms[symbol].kind != "grid" for symbol in _symbols(expr))
 
     # ---- classification -------------------------------------------------------------------------------------------
 
@@ -398,7 +445,7 @@ class MaskReader:
         symbol = term.args[0] if inverted else term
         atom = self.atoms.get(symbol) if isinstance(symbol, sympy.Symbol) else None
         if atom is not None and atom.kind == "grid" and atom.seq == 1 and atom.node is not None:
-            return MaskSpec(visible=frozenset({(atom.node, inverted)}))
+            return MaskSpec(visible=frozenset({(self._canonical(atom.node), inverted)}))
         if isinstance(term, sympy.core.relational.Relational):
             spec = self._relation(term)
             if spec is not None:
@@ -409,24 +456,50 @@ class MaskReader:
         sides = [self.atoms.get(side) for side in (term.lhs, term.rhs)]
         if isinstance(term, sympy.Eq) and all(side is not None and side.kind == "grid" for side in sides):
             a, b = sides
-            if a is not None and b is not None and a.node is b.node and a.node is not None and {a.seq, b.seq} == {1, 2}:
-                return MaskSpec(documents=frozenset({a.node}))
-            return None
+            if a is None or b is None or a.node is None or b.node is None or {a.seq, b.seq} != {1, 2}:
+                return None
+            alike = self._canonical(a.node) is self._canonical(b.node)
+            return MaskSpec(documents=frozenset({self._canonical(a.node)})) if alike else None
         q, k = (next((s for s, a in self.atoms.items() if a.kind == "column" and a.seq == d), None) for d in (2, 1))
         if q is None or k is None or not term.free_symbols <= {q, k}:
             return None
-        distance = _at_most_zero(term)
-        if distance is None:
+        found = _at_most(term)
+        if found is None:
             return None
+        distance, strict = found
         slope = sympy.Poly(distance, q, k)
         if slope.total_degree() != 1:
             return None
-        cq, ck, c = slope.coeff_monomial(q), slope.coeff_monomial(k), slope.coeff_monomial(1)
-        if (cq, ck, c) == (-1, 1, 0):
+        cq, ck, c = (float(slope.coeff_monomial(m)) for m in (q, k, 1))
+        most = math.ceil(-c) - 1 if strict else math.floor(-c)  # of the difference of two integers
+        if (cq, ck, most) == (-1, 1, 0):
             return MaskSpec(causal=True)
-        if (cq, ck) == (1, -1) and c <= 0:
-            return MaskSpec(window=int(1 - c))
+        if (cq, ck) == (1, -1) and most >= 0:
+            return MaskSpec(window=most + 1)
         return None
+
+    def _canonical(self, node: fx.Node) -> fx.Node:
+        """The first grid value seen with this formula: layers that each build the mask mean the same one."""
+        formula = self._formula(node)
+        for known, first in self._formulas:
+            if known == formula:
+                return first
+        self._formulas.append((formula, node))
+        return node
+
+    def _formula(self, node: Any) -> Any:
+        """How a grid value is computed, whatever dims of size one it was given: equal formulas, equal values."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node.op == "call_function" and node.target in _RESHAPES:
+            return self._formula(node.args[0])
+        facts = self.facts.get(node)
+        if facts is not None and facts.iota is not None and node.op == "call_function" and self._count(node) is not None:
+            return ("count", str(value_of(node).dtype))
+        rule = lookup(node.target)
+        if node.op != "call_function" or rule is None or rule.family != "pointwise":
+            return node
+        return (node.target, tuple(self._formula(a) for a in node.args), tuple(sorted(node.kwargs.items())))
 
     def show(self, expr: Any) -> str:
         """An expression with query and key written as such."""
@@ -445,19 +518,25 @@ def _symbols(expr: Any) -> Sequence[sympy.Symbol]:
 
 def _choose(cond: Any, a: Any, b: Any) -> Any:
     cond = boolean(cond)
+    if cond is sympy.true or cond is sympy.false:
+        return a if cond is sympy.true else b
     if _is_truth(a) or _is_truth(b) or {a, b} <= {sympy.true, sympy.false}:
         return sympy.Or(sympy.And(cond, boolean(a)), sympy.And(sympy.Not(cond), boolean(b)))
     return sympy.Piecewise((a, cond), (b, True))
 
 
-def _at_most_zero(term: Any) -> Any:
-    """An integer relation as ``expr <= 0``."""
-    if isinstance(term, sympy.Le):
-        return term.lhs - term.rhs
-    if isinstance(term, sympy.Lt):
-        return term.lhs - term.rhs + 1
-    if isinstance(term, sympy.Ge):
-        return term.rhs - term.lhs
-    if isinstance(term, sympy.Gt):
-        return term.rhs - term.lhs + 1
+def _is_exact_factor(factor: Any, name: str) -> bool:
+    """Whether a column times (or over) this number is exact: a whole number times, a power of two both ways."""
+    if _symbols(factor):
+        return False
+    value = abs(float(factor))
+    return (name == "mul" and value.is_integer()) or math.frexp(value)[0] == 0.5
+
+
+def _at_most(term: Any) -> tuple[Any, bool] | None:
+    """A relation as ``expr <= 0`` or, strictly, ``expr < 0``."""
+    if isinstance(term, (sympy.Le, sympy.Lt)):
+        return term.lhs - term.rhs, isinstance(term, sympy.Lt)
+    if isinstance(term, (sympy.Ge, sympy.Gt)):
+        return term.rhs - term.lhs, isinstance(term, sympy.Gt)
     return None
