@@ -135,8 +135,8 @@ class CudaKernel(Kernel):
                 state, state, scale=tile.scale,
             )  # fmt: skip
             return dq, dk, dv
-        # In half precision this kernel's dq and dk are wrong when given another run's output and log-sum-exp
-        # (its row sums of grad * out come out as garbage; seen on an H200 with torch 2.11). In fp32 they are right.
+        # In half precision dq and dk came out wrong on an H200 with torch 2.11, in fp32 right. Only the half
+        # precision kernel sums grad * out itself, and it takes the rows of `out` to be heads * size apart.
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
         state = torch.empty((), dtype=torch.int64, device=q.device)
         k_full, v_full = _expand_heads(k, q), _expand_heads(v, q)
