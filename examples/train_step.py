@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say()
     report = treecompile.explain(log_probs_of(model), batch.input_ids, batch.attention_mask)
     say(rewritten(report))
-    wrong = verdict(found, options)
+    wrong = verdict(found, report.supported, options)
     if options.json:
         write_json(options, source, found, wrong)
     for line in wrong:
@@ -237,9 +237,11 @@ def rewritten(report: treecompile.Report) -> str:
     return "\n".join(lines)
 
 
-def verdict(found: Measurement, options: argparse.Namespace) -> list[str]:
+def verdict(found: Measurement, packed: bool, options: argparse.Namespace) -> list[str]:
     """What is wrong: broken law first, then speed."""
     wrong = [f"the law: {line}" for line in found.law.broken]
+    if not packed:
+        wrong.append("the model runs dense, for the reason above")
     default = options.rollouts is None and options.shape == "agent"
     speedup = options.min_speedup if options.min_speedup is not None else (3.0 if default else 0.0)
     share = options.min_of_ideal if options.min_of_ideal is not None else (0.8 if default else 0.0)

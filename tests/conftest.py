@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import logging
 import random
 from collections.abc import Iterator
 
@@ -16,6 +17,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+
+# Dynamo's structured trace: pytest's log capture would have it written for every test, at half the time.
+logging.getLogger("torch.__trace").propagate = False
 
 hypothesis.settings.register_profile("fast", deadline=None, derandomize=True, max_examples=25, database=None)
 hypothesis.settings.register_profile(
