@@ -1,7 +1,7 @@
 """Small language models: families of transformers with random weights, and one written by hand.
 
 Sizes are as small as the structure of a family allows (grouped heads, several experts, windows shorter than a
-row). Weights have a standard deviation of about 0.1: with the usual 0.02 a token at a wrong position hardly shows.
+row). Weights have a standard deviation of about 0.1: with the usual 0.02 a wrong position hardly shows.
 """
 
 from __future__ import annotations
@@ -97,7 +97,12 @@ _FAMILIES = (
     Family(
         "gemma2",
         "Gemma2",
-        {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        }
         | _ALTERNATING,
         attention=("eager", "sdpa", "flex", "flash"),
         reference="eager",
@@ -133,7 +138,12 @@ _FAMILIES = (
         experts=_EXPERTS,
         adapters=("q_b_proj", "kv_b_proj"),
     ),
-    Family("mixtral", "Mixtral", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, experts=_EXPERTS),
+    Family(
+        "mixtral",
+        "Mixtral",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        experts=_EXPERTS,
+    ),
     Family(
         "qwen3_moe",
         "Qwen3Moe",
@@ -159,7 +169,7 @@ _FAMILIES = (
 FAMILIES = {family.name: family for family in _FAMILIES}
 
 
-# ---- written by hand -----------------------------------------------------------------------------------------------
+# ---- written by hand ---------------------------------------------------------------------------------------
 
 
 class Handwritten(nn.Module):

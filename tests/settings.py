@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,11 +20,22 @@ from torch import Tensor
 
 from tests.models import FAMILIES, VOCAB
 
-__all__ = ["AXES", "EXCLUSIONS", "Case", "Exclusion", "Sample", "covering", "excluded", "pairs", "product", "sample"]
+__all__ = [
+    "AXES",
+    "EXCLUSIONS",
+    "Case",
+    "Exclusion",
+    "Sample",
+    "covering",
+    "excluded",
+    "pairs",
+    "product",
+    "sample",
+]
 
 AXES: dict[str, tuple[str, ...]] = {
     "family": tuple(FAMILIES),
-    # attention_mask: not given, or padded on one side, or right-padded with masked positions between kept ones.
+    # attention_mask: not given, or padded on one side, or right-padded with masked positions in between.
     "mask": ("right", "left", "none", "holes"),
     "attention": ("sdpa", "eager", "flex", "flash"),
     "experts": ("-", "batched_mm", "eager", "grouped_mm"),
@@ -37,6 +49,7 @@ AXES: dict[str, tuple[str, ...]] = {
     # use_cache=False, or left at its default.
     "cache": ("-", "cache"),
 }
+FORWARD_ONLY = ("no_grad", "inference")
 _SINGLE = ("positions", "ask", "mode", "weights", "cache")
 
 
@@ -63,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Combinations that are left out: all axes in `where` have one of the named values."""
+    """Combinations that are left out: both axes in `where` have one of the named values."""
 
     why: str
     where: Mapping[str, tuple[str, ...]]
@@ -80,7 +93,10 @@ def _by_family() -> Iterator[Exclusion]:
             yield Exclusion("the family does not accept this attention implementation", where)
         experts = family.experts or ("-",)
         other = tuple(e for e in AXES["experts"] if e not in experts)
-        yield Exclusion("dense families have no experts, the others have some", {"family": (family.name,), "experts": other})
+        yield Exclusion(
+            "dense families have no experts, the others have some",
+            {"family": (family.name,), "experts": other},
+        )
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
@@ -90,7 +106,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         {"positions": ("packed_row", "packed_batch"), "mask": ("right", "left", "holes")},
     ),
     Exclusion("there is no mask to count along", {"positions": ("cumsum",), "mask": ("none",)}),
-    Exclusion("without a mask no label is ignored in either case", {"ask": ("all_labels",), "mask": ("none",)}),
+    Exclusion(
+        "without a mask no label is ignored in either case", {"ask": ("all_labels",), "mask": ("none",)}
+    ),
     Exclusion("the model written by hand has no cache", {"family": ("handwritten",), "cache": ("cache",)}),
     Exclusion(
         "transformers turns the cache off and logs it, and the call of the logger breaks the graph",
@@ -108,7 +126,7 @@ def excluded(values: Mapping[str, str]) -> Exclusion | None:
     return next((e for e in EXCLUSIONS if e.holds(values)), None)
 
 
-# ---- lists ---------------------------------------------------------------------------------------------------------
+# ---- lists -------------------------------------------------------------------------------------------------
 
 
 def plain(family: str) -> Case:
@@ -120,7 +138,7 @@ def plain(family: str) -> Case:
 def product() -> list[Case]:
     """Every family, attention, experts function and mask; every other setting alone.
 
-    Experts functions other than the usual one run with the usual attention only: the two never meet in a graph.
+    Experts functions other than the usual one run with the usual attention only: neither sees the other.
     """
     cases: dict[Case, None] = {}
     for name, family in FAMILIES.items():
@@ -140,54 +158,86 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def pairs(values: Mapping[str, str]) -> set[Pair]:
-    """All pairs of (axis, value) of a case, or of a part of one; axes in the order of AXES."""
+    """All pairs of (axis, value) that a case, or a part of one, tests; axes in the order of AXES.
+
+    A case without a backward pass tests what its mode meets, and nothing else.
+    """
     chosen = [(axis, values[axis]) for axis in AXES if axis in values]
-    return set(itertools.combinations(chosen, 2))
+    found = set(itertools.combinations(chosen, 2))
+    if values.get("mode") in FORWARD_ONLY:
+        found = {pair for pair in found if "mode" in (pair[0][0], pair[1][0])}
+    return found
 
 
-def possible() -> list[Pair]:
-    """Every pair that some valid case has, in order."""
-    found = []
-    for a, b in itertools.combinations(AXES, 2):
-        for x, y in itertools.product(AXES[a], AXES[b]):
-            if _complete({a: x, b: y}) is not None:
-                found.append(((a, x), (b, y)))
+def _each(axis: str, values: Iterable[str]) -> list[tuple[str, str]]:
+    return [(axis, value) for value in values]
+
+
+@functools.cache
+def _conflicts() -> dict[tuple[str, str], set[tuple[str, str]]]:
+    """For each (axis, value), all others that an exclusion names with it."""
+    found: dict[tuple[str, str], set[tuple[str, str]]] = {
+        x: set() for axis in AXES for x in _each(axis, AXES[axis])
+    }
+    for exclusion in EXCLUSIONS:
+        first, second = (_each(axis, named) for axis, named in exclusion.where.items())
+        for x, y in itertools.product(first, second):
+            found[x].add(y)
+            found[y].add(x)
     return found
 
 
 def _complete(values: dict[str, str]) -> dict[str, str] | None:
     """A valid case with these values, by backtracking over the other axes."""
-    if excluded(values) is not None:
+    taken = values.items()
+    if any(not _conflicts()[x].isdisjoint(taken) for x in taken):
         return None
     free = next((axis for axis in AXES if axis not in values), None)
     if free is None:
         return values
-    for value in AXES[free]:
-        found = _complete({**values, free: value})
-        if found is not None:
-            return found
-    return None
+    return next((found for value in AXES[free] if (found := _complete({**values, free: value}))), None)
+
+
+def wanted() -> list[Pair]:
+    """Every pair that some valid case tests, in order.
+
+    Left out: modes without a backward pass with each family and each kind of weights. The graph of a family
+    does not depend on them, and `product` runs them all.
+    """
+    found = []
+    for a, b in itertools.combinations(AXES, 2):
+        for pair in itertools.product(_each(a, AXES[a]), _each(b, AXES[b])):
+            (_, x), (_, y) = pair
+            forward = a in ("family", "weights", "mode") and b in ("mode", "weights")
+            if forward and (x in FORWARD_ONLY or y in FORWARD_ONLY):
+                continue
+            if _complete(dict(pair)) is not None:
+                found.append(pair)
+    return found
 
 
 @functools.cache
 def covering() -> tuple[Case, ...]:
-    """Few cases that have every possible pair: each takes the choices that add most, one axis after another."""
-    missing = dict.fromkeys(possible())
+    """Few cases that have every wanted pair: each takes, axis after axis, the value that adds most pairs."""
+    missing = dict.fromkeys(wanted())
+    used: Counter[tuple[str, str]] = Counter()
     cases = []
     while missing:
         values = dict(next(iter(missing)))
         for axis in sorted((a for a in AXES if a not in values), key=lambda a: -len(AXES[a])):
+            steps = ({**values, axis: value} for value in AXES[axis])
             values = max(
-                (step for value in AXES[axis] if _complete(step := {**values, axis: value}) is not None),
-                key=lambda step: len(pairs(step) & missing.keys()),
+                (step for step in steps if _complete(step) is not None),
+                key=lambda step: (len(pairs(step) & missing.keys()), -used[axis, step[axis]]),
             )
+        used.update(values.items())
         for pair in pairs(values):
             missing.pop(pair, None)
         cases.append(Case(**values))
     return tuple(cases)
 
 
-# ---- batches -------------------------------------------------------------------------------------------------------
+# ---- batches -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -272,6 +322,6 @@ def sample(case: Case) -> Sample:
         arguments["output_hidden_states"] = True
     reference = dict(arguments)
     if case.attention == "flash" and case.positions == "packed_batch":
-        # FlashAttention sees documents in a single row only; a mask has transformers forget them elsewhere too.
+        # FlashAttention sees documents in a single row only; given a mask, transformers ignores them too.
         reference["attention_mask"] = torch.ones_like(ids)
     return Sample(arguments, mask.bool(), reference)
