@@ -21,6 +21,7 @@ from treecompile.leaves import install, scope
 from treecompile.runtime.ops.leaf_attention import leaf_attention
 from treecompile.runtime.ops.leaf_experts import BODIES, leaf_experts, leaf_experts_opaque
 
+SLOW = pytest.mark.slow
 ROWS, COLUMNS = 3, 12
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -143,7 +144,15 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma2",
+        "gpt_oss",
+        *(pytest.param(f, marks=SLOW) for f in ("qwen3", "gemma3_text", "mistral")),
+    ],
+)
 def test_flex_and_flash_models_are_one_graph(tree: Recorder, family: str, attention: str) -> None:
     inputs = batch()
     # sdpa knows neither softcap nor sinks; eager attention takes its softmax in fp32.
@@ -176,7 +185,10 @@ def test_packed_documents_stay_apart(tree: Recorder, attention: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "gpt_oss", *(pytest.param(f, marks=SLOW) for f in ("qwen3_moe", "glm4_moe", "nemotron_h"))],
+)
 def test_experts_are_one_node_and_exact(tree: Recorder, family: str, implementation: str) -> None:
     inputs = batch()
     tree.inner = aot if family in ("mixtral", "gpt_oss") and implementation != "batched_mm" else None
@@ -252,7 +264,7 @@ def test_a_changed_setting_compiles_again(tree: Recorder) -> None:
     torch.testing.assert_close(actual, model(**inputs, use_cache=False).logits)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_through_inductor(tree: Recorder) -> None:
     tree.inner = torch._dynamo.lookup_backend("inductor")
@@ -379,7 +391,7 @@ def test_install_is_idempotent(tree: Recorder) -> None:
 
 @pytest.mark.parametrize(
     ("family", "attention", "experts"),
-    [("llama", "flex_attention", None), ("mixtral", "sdpa", "batched_mm")],
+    [pytest.param("llama", "flex_attention", None, marks=SLOW), ("mixtral", "sdpa", "batched_mm")],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of stock FlexAttention
 def test_recapture_gives_the_graphs_of_any_other_backend(
@@ -420,6 +432,7 @@ def test_recapture_is_not_offered_where_a_break_is_an_error(tree: Recorder) -> N
     assert answers == [(True, False), (False, False)]
 
 
+@SLOW
 def test_our_mask_serves_stock_flex(tree: Recorder) -> None:
     """Mask and layers in different graphs, and only the graphs with attention captured again."""
     model, reference = build("llama", "flex_attention"), build("llama")

@@ -30,7 +30,7 @@ def flex_mask(original: FunctionType) -> Callable[..., Tensor]:
         kwargs["allow_is_causal_skip"] = False
         kwargs["allow_is_bidirectional_skip"] = False
         mask: Tensor = sdpa_mask(*args, **kwargs)
-        return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), float("-inf"))
+        return torch.where(mask, 0.0, float("-inf")).to(dtype)
 
     return traced
 
