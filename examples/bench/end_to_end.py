@@ -1,4 +1,4 @@
-"""Runs the training step of `examples.train_step` on every shape of rollouts: `python -m examples.bench.end_to_end`.
+"""The training step of `examples.train_step` on every shape: `python -m examples.bench.end_to_end`.
 
 Appends one line per shape to a CSV file, with the machine, so that runs can be compared later.
 """
