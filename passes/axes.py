@@ -18,6 +18,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 __all__ = ["Axis", "AxisConflict", "Dim", "Dims", "Span", "axes_of", "resolve", "same_dim", "size_of", "unify"]
 
@@ -75,8 +76,14 @@ Dims = tuple[Dim, ...]
 def size_of(value: Any) -> sympy.Expr:
     """The sympy size of an int or SymInt."""
     if isinstance(value, torch.SymInt):
-        return value.node.expr
+        # s**2 // s is s: sizes are whole, so a quotient without remainder is the quotient.
+        return value.node.expr.replace(FloorDiv, _exact_quotient)
     return sympy.Integer(int(value))
+
+
+def _exact_quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    ratio = sympy.cancel(a / b)
+    return ratio if _is_integral(ratio) else FloorDiv(a, b)
 
 
 def fresh(size: Any) -> Dim:
@@ -123,6 +130,8 @@ def unify(a: Dim, b: Dim) -> Dim:
         if x.size == y.size:
             _union(x, y)
             continue
+        if 1 in (x.size, y.size):  # broadcast: a slice of one column is not a factor of the sequence
+            raise AxisConflict(f"{x} and {y} broadcast")
         x_rest, y_rest = _split_pair(x, y)
         if x_rest is not None:
             left.insert(0, x_rest)

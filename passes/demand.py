@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from treecompile.passes.axes import axes_of
 from treecompile.passes.kinds import Kind, Kinds
 from treecompile.passes.ops.views import arg
 from treecompile.passes.rule import lookup, value_of
@@ -93,16 +94,32 @@ class Demand:
         name = user.target._schema.name.removeprefix("aten::") if isinstance(user.target, torch._ops.OpOverload) else ""
         if name == "mul":
             others = [a for a in user.args if isinstance(a, fx.Node) and a is not node]
-            if len(others) == 1 and self._known(others[0]):
-                return self._call(runtime.nonzero_in, region, others[0], False)
-        if name == "where" and user.args[0] is not node and self._known(user.args[0]):
+            if len(others) == 1:
+                return self._nonzero(others[0], region, False)
+        if name == "where" and user.args[0] is not node:
             chosen = user.args[1] is node and user.args[2] is not node
             rejected = user.args[2] is node and user.args[1] is not node
             if chosen or rejected:
-                return self._call(runtime.nonzero_in, region, user.args[0], rejected)
-        if name == "masked_fill" and user.args[0] is node and self._known(user.args[1]):
-            return self._call(runtime.nonzero_in, region, user.args[1], True)
+                return self._nonzero(user.args[0], region, rejected)
+        if name == "masked_fill" and user.args[0] is node:
+            return self._nonzero(user.args[1], region, True)
         return EVERYWHERE
+
+    def _nonzero(self, factor: Any, region: Region, invert: bool) -> Any:
+        """Where a factor is not zero: one value per row or position, in grid order, features last."""
+        if not self._known(factor):
+            return EVERYWHERE
+        kinds = self.kinds
+        order = []
+        for axis in axes_of(kinds.dims(factor)):
+            along = kinds.region_of_axis(axis)
+            if not kinds.is_batch(axis) and along is not None and along != region:
+                return EVERYWHERE
+            order.append(0 if kinds.is_batch(axis) else 2 if along is None else 1)
+        tokens = [place for place in order if place < 2]
+        if not tokens or order != sorted(order) or len(set(tokens)) != len(tokens):
+            return EVERYWHERE
+        return self._call(runtime.nonzero_in, region, factor, invert, 0 in tokens, 1 in tokens)
 
     def _labels(self, node: fx.Node, region: Region) -> Any:
         """A cross-entropy reads where its label is not ignored; with reduction none, only what is read of it."""
@@ -110,7 +127,7 @@ class Demand:
         ignore = arg(node, 4, "ignore_index", -100)
         with self.kinds.graph.inserting_before(self._output):
             kept = self.kinds.graph.call_function(aten.ne.Scalar, (target, ignore))
-        return self._call(runtime.nonzero_in, region, kept, False)
+        return self._call(runtime.nonzero_in, region, kept, False, True, True)
 
     # ---- algebra --------------------------------------------------------------------------------------------------
 

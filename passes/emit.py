@@ -25,9 +25,10 @@ from treecompile.passes.axes import Dim, Dims, resolve
 from treecompile.passes.kinds import AttentionSite, Kind, Kinds
 from treecompile.passes.lower import REGION, region_of
 from treecompile.passes.ops.reductions import reduced
-from treecompile.passes.ops.views import axis_index
+from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.reasons import Refusal, reason_at
 from treecompile.passes.rule import lookup, value_of
+from treecompile.runtime.losses import label_index, weighted_reduction
 from treecompile.runtime.program import WHOLE, ExpandSpec, Input, PackSpec, Region
 
 __all__ = ["Emitter", "Extract", "Finish", "extract"]
@@ -151,7 +152,7 @@ class Emitter:
 
     def _lazy(self, node: fx.Node) -> Any:
         value = self.kinds.values[node]
-        if node.op == "get_attr":
+        if node.op == "get_attr" and value.kind is Kind.UNIFORM:
             return self.input(Input("constant", str(node.target)))
         if node.op == "placeholder" and value.kind is Kind.UNIFORM:
             return self.input(Input("argument", node.name))
@@ -159,7 +160,7 @@ class Emitter:
             return self.input(Input("number", node.name))
         if value.kind is Kind.GRID:
             return self._grid(node)
-        if value.kind is Kind.SHARED and node.op == "placeholder":
+        if value.kind is Kind.SHARED and node.op in ("placeholder", "get_attr"):
             return self._table(node)
         raise AssertionError(f"{node} ({value.kind}) was not emitted before its use")
 
@@ -172,7 +173,8 @@ class Emitter:
 
     def _table(self, node: fx.Node) -> fx.Node:
         """A weight with the sequence among its dims is a table by column."""
-        raw = self.input(Input("argument", node.name))
+        constant = node.op == "get_attr"
+        raw = self.input(Input("constant", str(node.target)) if constant else Input("argument", node.name))
         at = next(i for i, dim in enumerate(self.dims(node)) if self.is_token_dim(dim))
         return self.call(aten.index_select.default, (raw, at, self.tree("column")), node)
 
@@ -287,20 +289,10 @@ class Emitter:
             for axis in minor:
                 repeat *= int(axis.find().size)
             weight = self.call(aten.repeat_interleave.self_int, (weight, repeat), node)
-        shape = [-1 if i == at else 1 for i in range(len(dims))]
-        cast = self.call(aten.to.dtype, (weight, value_of(x).dtype), node)
-        scaled = self.call(aten.mul.Tensor, (packed, self.call(aten.reshape.default, (cast, shape), node)), node)
         keepdim = value_of(node).dim() == len(dims)
-        kwargs = {"dtype": node.kwargs["dtype"]} if node.kwargs.get("dtype") is not None else {}
-        total = self.call(aten.sum.dim_IntList, (scaled, gone, keepdim), node, kwargs)
-        if node.target not in (aten.mean.default, aten.mean.dim):
-            return total
-        count = self.call(aten.sum.default, (cast,), node)
-        others = 1
-        for i in gone:
-            if i != at:
-                others *= int(self.size(dims[i], node))
-        return self.call(aten.div.Tensor, (total, self.call(aten.mul.Tensor, (count, others), node)), node)
+        mean = node.target in (aten.mean.default, aten.mean.dim)
+        args = (packed, weight, at, gone, keepdim, mean, node.kwargs.get("dtype"))
+        return self.call(weighted_reduction, args, node)
 
     def _picked(self, node: fx.Node) -> fx.Node:
         """One entry per grid position from packed rows: gather(logits, label), or log-softmax of it for a loss."""
@@ -314,6 +306,8 @@ class Emitter:
             flat = self.call(aten.log_softmax.int, (flat, -1), node)
         layout = [self.input(Input(name, "", region)) for name in ("row_index", "offsets", "positions")]
         chosen = self.input(Input("index", index.name, region))
+        ignore = arg(node, 4, "ignore_index", -100) if form == "cross_entropy" else None
+        chosen = self.call(label_index, (chosen, width, ignore), node)
         return self.call(ops.gather_expand.default, (flat, layout[0], chosen, layout[1], layout[2]), node)
 
     # ---- attention ------------------------------------------------------------------------------------------------

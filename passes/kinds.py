@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from treecompile.passes.axes import Axis, Dim, Dims, resolve, same_dim
-from treecompile.passes.masks import MaskReader, MaskSpec, Unproved
+from treecompile.passes.axes import Axis, Dim, Dims, axes_of, resolve, same_dim
+from treecompile.passes.masks import MASKED, MaskReader, MaskSpec, Unproved
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.reasons import Reason, Refusal, reason_at
@@ -155,18 +155,21 @@ class Kinds:
 
     def _seed(self) -> None:
         """The batch and sequence axes are those of the ids of the first embedding that reads a graph input."""
-        for node in self.graph.nodes:
-            if node.target is not aten.embedding.default or not _from_input(node.args[1]):
-                continue
-            axes = _unsplit(self.infer.dims(node.args[1]))
-            self.ids = node.args[1]
-            if len(axes) == 2:
-                self.batch, self.seq = axes
+        lookups = [
+            node.args[1]
+            for node in self.graph.nodes
+            if node.target is aten.embedding.default and _from_input(node.args[1])
+        ]
+        for ids in lookups:  # a [1, T] table of positions may come before the [B, T] ids
+            axes = _unsplit(self.infer.dims(ids))
+            if len(axes) == 2 and axes[0].key() != axes[1].key():
+                self.ids, (self.batch, self.seq) = ids, axes
                 return
-            value = value_of(node.args[1])
-            if len(axes) == 1 and value.dim() >= 1 and axes[0].key() == _last_axis(self.infer.dims(node.args[1])):
+        for ids in lookups:
+            axes = _unsplit(self.infer.dims(ids))
+            if len(axes) == 1 and value_of(ids).dim() >= 1 and axes[0].key() == _last_axis(self.infer.dims(ids)):
                 # One row: the batch has no axis.
-                self.batch, self.seq = None, axes[0]
+                self.ids, self.batch, self.seq = ids, None, axes[0]
                 return
         raise Refusal(
             reason_at(
@@ -270,7 +273,7 @@ class Kinds:
         if node.op == "placeholder":
             return self._placeholder(node)
         if node.op == "get_attr":
-            return Value(Kind.UNIFORM, pure=True)
+            return self._constant_tensor(node)
         args = [a for a in node.all_input_nodes if self.values[a].kind is not Kind.OTHER]
         if not _is_tensor_node(node):
             tensors = [] if node.target in _SIZES else [a for a in args if _is_tensor_node(a)]
@@ -318,6 +321,18 @@ class Kinds:
             self.uses_column = True
             return Value(Kind.SHARED, form="table")
         return Value(Kind.GRID)
+
+    def _constant_tensor(self, node: fx.Node) -> Value:
+        """A tensor written in the model; one along the sequence is a grid value, or a table by column."""
+        value, dims = value_of(node), self.dims(node)
+        if not isinstance(value, torch.Tensor) or not self.token_axes(dims):
+            return Value(Kind.UNIFORM, pure=True)
+        if self.fits_grid(dims):
+            return Value(Kind.GRID)
+        if len(self.token_axes(dims)) == 1 and len(self.seq_axes(dims)) == 1:
+            self.uses_column = True
+            return Value(Kind.SHARED, form="table")
+        return Value(Kind.PRIVATE, reason=self._input_reason(node))
 
     def _pre_evaluable(self, node: fx.Node) -> bool:
         value = self.values[node]
@@ -622,8 +637,24 @@ class Kinds:
                         "run generation and cached steps uncompiled; nothing is lost but the sharing",
                     )  # fmt: skip
                 )
+        self._check_heads(node, site)
         self.sites[node] = site
         return Value(Kind.SHARED, form="attention")
+
+    def _check_heads(self, node: fx.Node, site: AttentionSite) -> None:
+        """Query heads are consecutive copies of key heads: the key's leading axes begin the query's."""
+        q, k, v = (
+            [axis.key() for axis in axes_of(self.dims(x)[:-2]) if not self.is_batch(axis)]
+            for x in (site.q, site.k, site.v)
+        )
+        if k != v or q[: len(k)] != k:
+            raise Refusal(
+                reason_at(
+                    node, "attention-heads", "query and key heads of an attention are not grouped in order",
+                    "head h of a query must read key head h // group",
+                    "bring the heads into the order (key head, group)",
+                )  # fmt: skip
+            )
 
     def _describe(self, spec: MaskSpec) -> str:
         parts = ["causal"] if spec.causal else []
@@ -700,9 +731,10 @@ class Kinds:
     def _scores_step(self, node: fx.Node, name: str, scores: Scores, pairs: list[fx.Node]) -> Value | None:
         args = list(node.args)
         other = next((a for a in args if a is not pairs[0]), None)
-        if name in ("mul", "div") and self._is_number(other) and args[0] is pairs[0]:
+        raw = not scores.bias and not scores.softcap and scores.sinks is None  # a later factor scales those, too
+        if raw and name in ("mul", "div") and self._is_number(other) and args[0] is pairs[0]:
             return Value(Kind.PAIR, data=self._scaled(scores, name, other))
-        if name == "mul" and self._is_number(args[0]):
+        if raw and name == "mul" and self._is_number(args[0]):
             return Value(Kind.PAIR, data=self._scaled(scores, name, args[0]))
         if name == "tanh":
             cap = self._pending_cap(scores)
@@ -731,7 +763,7 @@ class Kinds:
         keep = node.args[1] is pair if name == "where" else False
         low = self.masks.express(fill)
         cond_expr = self.masks.express(cond) if isinstance(cond, fx.Node) else None
-        if cond_expr is None or low is None or not getattr(low, "is_number", False):
+        if cond_expr is None or low is None or not getattr(low, "is_number", False) or not float(low) <= MASKED:
             return None
         from treecompile.passes.masks import _choose
 
@@ -796,6 +828,8 @@ class Kinds:
         tokens = self.token_axes(dim for dim in facts.mixed)
         if not tokens or self.token_axes(facts.out):
             return None
+        if self.batch is not None and not self.has_batch(x):
+            return None  # by column alone: it counts once, not once a row
         return Value(Kind.SHARED, form="weighted")
 
     def select_rows(self, node: fx.Node) -> Value | None:

@@ -194,7 +194,11 @@ def _may_alias(node: fx.Node) -> bool:
         return True
     if node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout):
         return node.meta["val"].dtype == node.args[0].meta["val"].dtype
-    return node.target in (aten.contiguous.default, aten.reshape.default)
+    # type_as and an idle dropout return their operand itself.
+    return node.target in (
+        aten.contiguous.default, aten.reshape.default, aten.type_as.default, aten.dropout.default,
+        aten.feature_dropout.default, aten.alpha_dropout.default, aten.sum_to_size.default,
+    )  # fmt: skip
 
 
 def _is_fresh(base: Any, node: fx.Node, order: dict[fx.Node, int]) -> bool:

@@ -15,6 +15,7 @@ Anything else is refused with the expression printed.
 from __future__ import annotations
 
 import math
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -164,6 +165,7 @@ class MaskReader:
     constant: Callable[[fx.Node], Any]
     atoms: dict[sympy.Symbol, Atom] = field(default_factory=dict)
     _memo: dict[fx.Node, Any] = field(default_factory=dict)
+    _formulas: list[tuple[Any, fx.Node]] = field(default_factory=list)
     _forms: dict[fx.Node, str] = field(default_factory=dict)
     _first: dict[str, fx.Node] = field(default_factory=dict)
     _formulas: list[tuple[Any, fx.Node]] = field(default_factory=list)
@@ -404,6 +406,9 @@ class MaskReader:
     def _counts(self, expr: Any) -> bool:
         return any(self.atoms[symbol].kind != "grid" for symbol in _symbols(expr))
 
+    def _counts(self, expr: Any) -> bool:
+        return any(self.atoms[symbol].kind != "grid" for symbol in _symbols(expr))
+
     # ---- classification -------------------------------------------------------------------------------------------
 
     def classify(self, expr: Any) -> MaskSpec:
@@ -477,6 +482,15 @@ class MaskReader:
         if (cq, ck) == (1, -1) and most >= 0:
             return MaskSpec(window=most + 1)
         return None
+
+    def _canonical(self, node: fx.Node) -> fx.Node:
+        """The first grid value seen with this formula: layers that each build the mask mean the same one."""
+        formula = self._formula(node)
+        for known, first in self._formulas:
+            if known == formula:
+                return first
+        self._formulas.append((formula, node))
+        return node
 
     def _canonical(self, node: fx.Node) -> fx.Node:
         """The first grid value seen with this formula: layers that each build the mask mean the same one."""

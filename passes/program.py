@@ -221,15 +221,17 @@ class _Cut:
         value = self.kinds.values[node]
         if value.form in ("gather", "cross_entropy"):
             return True
-        if value.kind is not Kind.SHARED or node.op == "placeholder":
+        if value.kind is not Kind.SHARED or node.op in ("placeholder", "get_attr"):
             return False
         if isinstance(node.meta.get("val"), (tuple, list)):
             return False
-        # A value by column alone is the same in every row: the tail computes it as captured.
-        by_column = self.kinds.batch is not None and self.kinds.seq_axes(self.kinds.dims(node)) and not (
-            self.kinds.has_batch(node) or any(step[0] == "mask" for step in self.kinds.region(node) or ())
+        # A value by column alone is the same in every row, one by row alone is the same at every position (zeros of
+        # [batch, 1, features]): the tail computes both as captured.
+        batched, along = self.kinds.has_batch(node), self.kinds.seq_axes(self.kinds.dims(node))
+        by_column = self.kinds.batch is not None and along and not (
+            batched or any(step[0] == "mask" for step in self.kinds.region(node) or ())
         )
-        return not by_column
+        return not by_column and (bool(along) or not batched)
 
     def weighted(self) -> list[fx.Node]:
         """Weighted reductions read every position of their operand."""
@@ -302,8 +304,9 @@ def _tree_spec(
     if isinstance(demand, fx.Node):
         nodes[demand.name], name = demand, demand.name
     column = "absolute" if kinds.uses_column else "step" if windows else None
+    additive = [s.spec for s in kinds.sites.values() if s.spec.additive]
     spec = TreeSpec(
         kinds.ids.name, tuple(n.name for n in batched), visible, documents, column, name,
-        any(s.spec.additive for s in kinds.sites.values()),
+        bool(additive), min((s.window for s in additive if s.window), default=0),
     )  # fmt: skip
     return spec, nodes

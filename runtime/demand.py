@@ -19,21 +19,19 @@ def _shape(ids: Tensor, steps: tuple[tuple[Any, ...], ...]) -> tuple[Tensor, int
     return grid, grid.shape[0], grid.shape[1]
 
 
-def nonzero_in(value: Tensor, invert: bool, ids: Tensor, *steps: tuple[Any, ...]) -> Tensor:
-    """Where a factor is not zero, over a region: bool [batch, length].
+def nonzero_in(
+    value: Tensor, invert: bool, batched: bool, along: bool, ids: Tensor, *steps: tuple[Any, ...]
+) -> Tensor:
+    """Where a factor is not zero (with `invert`: is zero), over a region: bool [batch, length].
 
-    A factor with features counts if any of them is not zero; one whose shape says nothing about the region counts
-    everywhere, which is the safe side.
+    Args:
+        value: one entry per row (`batched`) and position (`along`), then features: it counts if any of them does.
     """
     _, batch, length = _shape(ids, steps)
     bit = (value == 0) if invert else (value != 0)
-    if bit.numel() == batch * length:
-        return bit.reshape(batch, length)
-    if batch * length and bit.numel() % (batch * length) == 0:
-        return bit.reshape(batch, length, -1).any(-1)
-    if bit.dim() <= 2 and all(a in (1, b) for a, b in zip(reversed(bit.shape), (length, batch), strict=False)):
-        return bit.expand(batch, length)
-    return torch.ones(batch, length, dtype=torch.bool, device=ids.device)
+    rows, columns = batch if batched else 1, length if along else 1
+    features = bit.numel() // max(rows * columns, 1)
+    return bit.reshape(rows, columns, features).any(-1).expand(batch, length)
 
 
 def everywhere(ids: Tensor, *steps: tuple[Any, ...]) -> Tensor:

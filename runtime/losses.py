@@ -1,11 +1,67 @@
-"""What remains of a loss once the log-probability of every label has been read from packed rows."""
+"""Losses and means over tokens, from packed rows: labels read per position, rows weighted by multiplicity."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["nll_from_log_probs"]
+__all__ = ["label_index", "nll_from_log_probs", "weighted_reduction"]
+
+
+def label_index(labels: Tensor, classes: int, ignore_index: int | None) -> Tensor:
+    """Labels as columns to read: an ignored one reads column 0, a negative one is out of range.
+
+    Args:
+        labels: int64 [M].
+        classes: how many columns there are.
+        ignore_index: label without a loss, whatever its value; None if there is none.
+
+    Returns:
+        int64 [M]; a label that the captured model would have refused is refused here, too.
+
+    Example:
+        >>> import torch
+        >>> label_index(torch.tensor([3, -100, 99]), 5, 99)
+        tensor([3, 5, 0])
+    """
+    index = torch.where(labels < 0, classes, labels)
+    return index if ignore_index is None else torch.where(labels == ignore_index, 0, index)
+
+
+def weighted_reduction(
+    x: Tensor, weight: Tensor, at: int, dims: list[int], keepdim: bool, mean: bool, dtype: torch.dtype | None
+) -> Tensor:
+    """Sum or mean over tokens, where each packed row counts as often as it occurs on the grid.
+
+    Args:
+        x: values with packed rows along dim `at`.
+        weight: int64 [rows], how many grid positions a row stands for.
+        at: dim of the rows.
+        dims: dims to reduce, `at` among them.
+        keepdim: keep them with size one.
+        mean: divide by the count.
+        dtype: of the result, as for ``torch.sum``.
+
+    Returns:
+        what ``x.sum(dims)`` or ``x.mean(dims)`` gives over the whole grid. Counts stay exact: integers are counted
+        in int64, half precision is summed in float32.
+
+    Example:
+        >>> import torch
+        >>> weighted_reduction(torch.tensor([1.0, 3.0]), torch.tensor([3, 1]), 0, [0], False, True, None)
+        tensor(1.5000)
+    """
+    like = (torch.mean if mean else torch.sum)(x, dims, keepdim, dtype=dtype)
+    wide = like.dtype if like.dtype not in (torch.float16, torch.bfloat16) else torch.float32
+    shape = [-1 if i == at else 1 for i in range(x.dim())]
+    total = (x.to(wide) * weight.to(wide).reshape(shape)).sum(dims, keepdim)
+    if mean:
+        others = [x.shape[i] for i in dims if i != at]
+        count = weight.sum().to(wide)
+        for size in others:
+            count = count * size
+        total = total / count
+    return total.to(like.dtype)
 
 
 def nll_from_log_probs(log_probs: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:

@@ -122,6 +122,7 @@ class TreeSpec:
         column: "absolute" where values are read by column, "step" where column differences matter, else None.
         demand: boolean grid value: masked positions that something downstream reads; "" for none, "*" for all.
         additive: a masked query still averages over all keys in the captured graph (finite minimum).
+        window: the smallest window, in columns, of an attention with such a mask; 0 for none.
     """
 
     ids: str
@@ -131,6 +132,7 @@ class TreeSpec:
     column: str | None = None
     demand: str = ""
     additive: bool = False
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,9 @@ class TreeProgram:
         shape = _grid_shape(grid[self.tree.ids])
         visible = self._visible(grid, shape)
         exact = self._exact(grid, visible, shape)
-        if self.tree.additive and exact is not None and visible is not None and _sees_nothing(visible, exact):
-            return None, "masked-query"
+        if self.tree.additive and exact is not None and visible is not None:
+            if self.tree.documents or _sees_nothing(visible, exact, self.tree.window):
+                return None, "masked-query"
         batch = self.cache.get(
             [_as_grid(grid[name], shape) for name in self.tree.keys],
             visible=visible,
@@ -241,7 +244,7 @@ class TreeProgram:
             return getattr(batch.tensors, i.name)
         layout = batch.layout(i.region, bounds)
         if i.role == "index":
-            return grid[i.name].reshape(-1).clamp(min=0)
+            return grid[i.name].reshape(-1)
         return getattr(layout, i.role)
 
     # ---- masks of the grid ----------------------------------------------------------------------------------------
@@ -288,7 +291,9 @@ def _as_grid(value: Tensor, shape: tuple[int, int]) -> Tensor:
     return value.reshape(1, -1).expand(shape)
 
 
-def _sees_nothing(visible: Tensor, exact: Tensor) -> bool:
-    """Whether an exactly kept masked position has no visible position before it."""
-    before = visible.cumsum(1) > 0
-    return bool((exact & ~before).any())
+def _sees_nothing(visible: Tensor, exact: Tensor, window: int) -> bool:
+    """Whether an exactly kept masked position has no visible position before it, within the window."""
+    column = torch.arange(visible.shape[1], device=visible.device).expand(visible.shape)
+    last = torch.where(visible, column, -1).cummax(1).values
+    seen = (last >= 0) & (column - last < window) if window else last >= 0
+    return bool((exact & ~seen).any())

@@ -57,10 +57,22 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
         draft = build(gm, fakes, _is_parameter)
     except Refusal as refusal:
         return _refused(gm, example_inputs, refusal.reason, options)
+    except Exception as error:
+        logs.log.debug("internal error", exc_info=error)
+        return _refused(gm, example_inputs, _internal(error), options)
     program = _program(gm, draft, options)
     current().captured(gm, draft, program)
     logs.captured(gm, draft)
     return program
+
+
+def _internal(error: Exception) -> Reason:
+    """A fault of the pass does not stop a training run."""
+    return Reason(
+        "internal", f"the pass failed: {type(error).__name__}: {error}",
+        "this is a fault of treecompile and not of the model; the graph runs as captured",
+        'set TORCH_LOGS="treecompile" at level debug for the traceback, and report it',
+    )  # fmt: skip
 
 
 def _is_parameter(node: fx.Node) -> bool:

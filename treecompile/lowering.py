@@ -58,14 +58,19 @@ class _Variant:
     """One compilation and what it assumed."""
 
     run: Callable[..., Any]
-    guards: list[sympy.Expr]
+    env: ShapeEnv
     symbols: dict[str, sympy.Symbol]
 
+    def guards(self) -> list[sympy.Expr]:
+        """What was assumed so far: a backward pass compiled later adds to it."""
+        own = set(self.symbols.values())
+        found = [guard.expr for guard in self.env.guards]
+        found += [sympy.Eq(symbol, to) for symbol, to in self.env.replacements.items() if symbol in own]
+        return [guard for guard in found if guard != sympy.true]
+
     def serves(self, sizes: dict[str, int]) -> bool:
-        if not self.guards:
-            return True
         values = {symbol: sizes[group] for group, symbol in self.symbols.items()}
-        return all(guard.xreplace(values) == sympy.true for guard in self.guards)
+        return all(guard.xreplace(values) == sympy.true for guard in self.guards())
 
 
 class PackedCode:
@@ -102,7 +107,7 @@ class PackedCode:
         sizes = self._sizes(values)
         if any(size < 2 for group, size in sizes.items() if group[0] in "NHM"):
             return self._numbered(numbers)(*values)
-        key = (numbers, _ambient(values))
+        key = (numbers, _ambient(values, self._dynamic))
         with self._lock:
             found = next((v for v in self._variants.get(key, ()) if v.serves(sizes)), None)
             if found is None:
@@ -153,9 +158,7 @@ class PackedCode:
             for dim, group in dims:
                 symbols[group] = fake.shape[dim].node.expr
         run = _compile_graph(self._numbered(numbers), fakes, mode, self.compiler)
-        guards = [guard.expr for guard in env.guards]
-        guards += [sympy.Eq(symbol, to) for symbol, to in env.replacements.items() if symbol in symbols.values()]
-        return _Variant(run, [g for g in guards if g != sympy.true], symbols)
+        return _Variant(run, env, symbols)
 
 
 def _distinct(sizes: dict[str, int]) -> dict[str, int]:
@@ -185,17 +188,25 @@ def _fake(value: Any, dims: Sequence[tuple[int, str]], hints: dict[str, int], mo
     return mode.from_tensor(sample, static_shapes=False, symbolic_context=StatelessSymbolicContext(policy))
 
 
-def _ambient(values: Sequence[Any]) -> tuple[Any, ...]:
-    """State that a compilation bakes in."""
+def _ambient(values: Sequence[Any], dynamic: Sequence[Sequence[tuple[int, str]]]) -> tuple[Any, ...]:
+    """State that a compilation bakes in: two models with one graph text may differ in the sizes of their weights."""
     autocast = tuple(
         (device, torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)
     )
     tensors = tuple(
-        (v.dtype, v.device, v.requires_grad, v.dim()) if isinstance(v, Tensor) else v for v in values
+        (v.dtype, v.device, v.requires_grad, v.is_inference(), _layout(v, dims)) if isinstance(v, Tensor) else v
+        for v, dims in zip(values, dynamic, strict=True)
     )
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, tensors)
+
+
+def _layout(value: Tensor, dynamic: Sequence[tuple[int, str]]) -> tuple[Any, ...]:
+    """Sizes of an input, apart from those that vary, and the strides of one that does not vary."""
+    varies = {dim for dim, _ in dynamic}
+    shape = tuple(-1 if i in varies else size for i, size in enumerate(value.shape))
+    return (shape, () if varies else value.stride())
 
 
 def _compile_graph(gm: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, compiler: str) -> Callable[..., Any]:

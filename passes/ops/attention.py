@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def infer_attention(infer: Infer, node: fx.Node) -> Facts:
     """q [B, H, Tq, D], k and v [B, Hkv, Tk, D]; mask broadcasts to [B, H, Tq, Tk]."""
     q, k, v = (infer.dims(arg) for arg in node.args[:3])
-    for d in range(len(q) - 3):
+    for d in range(len(q) - 2):  # grouped heads: the key's heads become the leading part of the query's
         infer.pair(infer.pair(q[d], k[d]), v[d])
     infer.pair(k[-2], v[-2])
     infer.pair(q[-1], k[-1])

@@ -16,12 +16,21 @@ aten = torch.ops.aten
 
 
 def infer_cross_entropy(infer: Infer, node: fx.Node) -> Facts:
-    """logits [M, V], target [M]: one label per position; the class dim is reduced, and so is M unless kept."""
-    dims = infer.dims(node.args[0])
-    out = value_of(node)
-    for dim in dims if out.dim() == 0 else dims[1:2]:
+    """logits [M, V] or [M, V, ...], target [M, ...]: the classes are reduced, and so are the others unless kept."""
+    dims, target = infer.dims(node.args[0]), infer.dims(node.args[1])
+    at = 1 if len(dims) > 1 else 0
+    rest = [*dims[:at], *dims[at + 1 :]]
+    if value_of(node.args[1]).is_floating_point():  # probabilities of the classes
+        wide = [infer.pair(a, b) for a, b in zip(dims, target, strict=True)]
+        rest = [*wide[:at], *wide[at + 1 :]]
+    else:
+        rest = [infer.pair(a, b) for a, b in zip(rest, target, strict=True)]
+    infer.mix(dims[at])
+    if value_of(node).dim() == len(rest):
+        return Facts([tuple(rest)])
+    for dim in rest:
         infer.mix(dim)
-    return Facts([tuple(dims[:1]) if out.dim() == 1 else infer.fresh(out)])
+    return Facts([()])
 
 
 def special_cross_entropy(kinds: Kinds, node: fx.Node) -> Value | None:

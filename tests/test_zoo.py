@@ -1,0 +1,21 @@
+"""Every trap of the zoo runs as it says, and gives what the dense model gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.law import check
+from tests.zoo import TRAPS, Trap
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+def test_trap(trap: Trap) -> None:
+    case = trap.build()
+    check(case.model, *case.args, expect=trap.expect, **case.settings)
+
+
+def test_zoo_is_large_and_names_are_unique() -> None:
+    names = [trap.name for trap in TRAPS]
+    assert len(names) == len(set(names))
+    assert sum(trap.expect == "packed" for trap in TRAPS) >= 30
+    assert sum(trap.expect != "packed" for trap in TRAPS) >= 20
