@@ -35,6 +35,9 @@ _GROUPS: dict[str, tuple[tuple[int, str], ...]] = {
 }
 
 
+_PLUS_ONE = " + 1"  # offsets of a CSR: one more than its rows, and the compiler must know it
+
+
 def dynamic_dims(spec: Input, shape: Sequence[int] | None) -> tuple[tuple[int, str], ...]:
     """Which dims of a packed input vary, and the symbol group of each."""
     if spec.role == "tree":
@@ -49,7 +52,7 @@ def dynamic_dims(spec: Input, shape: Sequence[int] | None) -> tuple[tuple[int, s
         "row_index": ((0, f"M{region}"),),
         "index": ((0, f"M{region}"),),
         "positions": ((0, f"K{region}"),),
-        "offsets": ((0, f"O{region}"),),
+        "offsets": ((0, f"{where}{_PLUS_ONE}"),),
     }.get(spec.role, ())
 
 
@@ -106,7 +109,7 @@ class PackedCode:
         """
         sizes = self._sizes(values)
         if any(size < 2 for group, size in sizes.items() if group[0] in "NHM"):
-            return self._numbered(numbers)(*values)
+            return self.numbered(numbers)(*values)
         key = (numbers, _ambient(values, self._dynamic))
         with self._lock:
             found = next((v for v in self._variants.get(key, ()) if v.serves(sizes)), None)
@@ -120,9 +123,10 @@ class PackedCode:
             group: value.shape[dim]
             for value, dims in zip(values, self._dynamic, strict=True)
             for dim, group in dims
+            if not group.endswith(_PLUS_ONE)
         }
 
-    def _numbered(self, numbers: tuple[Any, ...]) -> fx.GraphModule:
+    def numbered(self, numbers: tuple[Any, ...]) -> fx.GraphModule:
         """The packed graph with its numbers written in."""
         if not numbers:
             return self.gm
@@ -151,14 +155,24 @@ class PackedCode:
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
         hints = _distinct(sizes)
-        fakes, symbols = [], dict[str, sympy.Symbol]()
+        symbols: dict[str, Any] = {}
+        fakes: list[Any] = []
         for value, dims in zip(values, self._dynamic, strict=True):
-            fake = _fake(value, dims, hints, mode)
-            fakes.append(fake)
-            for dim, group in dims:
-                symbols[group] = fake.shape[dim].node.expr
-        run = _compile_graph(self._numbered(numbers), fakes, mode, self.compiler)
+            fakes.append(None if _derived(dims) else _fake(value, dims, hints, mode))
+            for dim, group in () if _derived(dims) else dims:
+                symbols[group] = fakes[-1].shape[dim]
+        for i, (value, dims) in enumerate(zip(values, self._dynamic, strict=True)):
+            if _derived(dims):
+                rows = symbols[dims[0][1].removesuffix(_PLUS_ONE)]
+                with mode:
+                    fakes[i] = torch.empty(rows + 1, dtype=value.dtype, device=value.device)
+        symbols = {group: size.node.expr for group, size in symbols.items()}
+        run = _compile_graph(self.numbered(numbers), fakes, mode, self.compiler)
         return _Variant(run, env, symbols)
+
+
+def _derived(dims: Sequence[tuple[int, str]]) -> bool:
+    return any(group.endswith(_PLUS_ONE) for _, group in dims)
 
 
 def _distinct(sizes: dict[str, int]) -> dict[str, int]:
