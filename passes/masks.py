@@ -15,7 +15,6 @@ Anything else is refused with the expression printed.
 from __future__ import annotations
 
 import math
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ import torch
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
-from treecompile.passes.axes import Axis, Dims, resolve
-from treecompile.passes.rule import Facts, lookup, value_of
+from treecompile.passes.axes import Axis, Dims, axes_of, resolve
+from treecompile.passes.rule import Facts, value_of
 
 __all__ = ["MaskReader", "MaskSpec", "Unproved"]
 
@@ -165,10 +164,8 @@ class MaskReader:
     constant: Callable[[fx.Node], Any]
     atoms: dict[sympy.Symbol, Atom] = field(default_factory=dict)
     _memo: dict[fx.Node, Any] = field(default_factory=dict)
-    _formulas: list[tuple[Any, fx.Node]] = field(default_factory=list)
     _forms: dict[fx.Node, str] = field(default_factory=dict)
     _first: dict[str, fx.Node] = field(default_factory=dict)
-    _formulas: list[tuple[Any, fx.Node]] = field(default_factory=list)
 
     # ---- expressions ----------------------------------------------------------------------------------------------
 
@@ -199,12 +196,20 @@ class MaskReader:
 
     def _form(self, node: fx.Node) -> str:
         if node not in self._forms:
-            if node.op == "call_function":
+            if node.target in _RESHAPES and self._same_axes(node, node.args[0]):
+                self._forms[node] = self._form(node.args[0])  # dims of size one do not change the value
+            elif node.op == "call_function" and self.facts[node].iota is not None and self._count(node) is not None:
+                self._forms[node] = f"count {value_of(node).dtype}"
+            elif node.op == "call_function":
                 args = fx.map_arg((node.args, node.kwargs), lambda n: self.canonical(n))
                 self._forms[node] = f"{node.target}{args}"
             else:
                 self._forms[node] = node.name
         return self._forms[node]
+
+    def _same_axes(self, a: fx.Node, b: fx.Node) -> bool:
+        one, other = ([axis.key() for axis in axes_of(self.facts[n].out)] for n in (a, b))
+        return one == other
 
     def _place(self, dims: Dims) -> tuple[int | None, int | None] | None:
         """Batch and sequence dims (from the right) of a value that has at most one of each and nothing else."""
@@ -406,9 +411,6 @@ class MaskReader:
     def _counts(self, expr: Any) -> bool:
         return any(self.atoms[symbol].kind != "grid" for symbol in _symbols(expr))
 
-    def _counts(self, expr: Any) -> bool:
-        return any(self.atoms[symbol].kind != "grid" for symbol in _symbols(expr))
-
     # ---- classification -------------------------------------------------------------------------------------------
 
     def classify(self, expr: Any) -> MaskSpec:
@@ -450,7 +452,7 @@ class MaskReader:
         symbol = term.args[0] if inverted else term
         atom = self.atoms.get(symbol) if isinstance(symbol, sympy.Symbol) else None
         if atom is not None and atom.kind == "grid" and atom.seq == 1 and atom.node is not None:
-            return MaskSpec(visible=frozenset({(self._canonical(atom.node), inverted)}))
+            return MaskSpec(visible=frozenset({(self.canonical(atom.node), inverted)}))
         if isinstance(term, sympy.core.relational.Relational):
             spec = self._relation(term)
             if spec is not None:
@@ -463,8 +465,8 @@ class MaskReader:
             a, b = sides
             if a is None or b is None or a.node is None or b.node is None or {a.seq, b.seq} != {1, 2}:
                 return None
-            alike = self._canonical(a.node) is self._canonical(b.node)
-            return MaskSpec(documents=frozenset({self._canonical(a.node)})) if alike else None
+            alike = self.canonical(a.node) is self.canonical(b.node)
+            return MaskSpec(documents=frozenset({self.canonical(a.node)})) if alike else None
         q, k = (next((s for s, a in self.atoms.items() if a.kind == "column" and a.seq == d), None) for d in (2, 1))
         if q is None or k is None or not term.free_symbols <= {q, k}:
             return None
@@ -482,38 +484,6 @@ class MaskReader:
         if (cq, ck) == (1, -1) and most >= 0:
             return MaskSpec(window=most + 1)
         return None
-
-    def _canonical(self, node: fx.Node) -> fx.Node:
-        """The first grid value seen with this formula: layers that each build the mask mean the same one."""
-        formula = self._formula(node)
-        for known, first in self._formulas:
-            if known == formula:
-                return first
-        self._formulas.append((formula, node))
-        return node
-
-    def _canonical(self, node: fx.Node) -> fx.Node:
-        """The first grid value seen with this formula: layers that each build the mask mean the same one."""
-        formula = self._formula(node)
-        for known, first in self._formulas:
-            if known == formula:
-                return first
-        self._formulas.append((formula, node))
-        return node
-
-    def _formula(self, node: Any) -> Any:
-        """How a grid value is computed, whatever dims of size one it was given: equal formulas, equal values."""
-        if not isinstance(node, fx.Node):
-            return node
-        if node.op == "call_function" and node.target in _RESHAPES:
-            return self._formula(node.args[0])
-        facts = self.facts.get(node)
-        if facts is not None and facts.iota is not None and node.op == "call_function" and self._count(node) is not None:
-            return ("count", str(value_of(node).dtype))
-        rule = lookup(node.target)
-        if node.op != "call_function" or rule is None or rule.family != "pointwise":
-            return node
-        return (node.target, tuple(self._formula(a) for a in node.args), tuple(sorted(node.kwargs.items())))
 
     def show(self, expr: Any) -> str:
         """An expression with query and key written as such."""
