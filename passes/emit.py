@@ -117,7 +117,8 @@ class Emitter:
         """Packed sizes of an output; a single token dim is written -1 where a view can infer it."""
         dims = self.dims(node)
         views = lookup(node.target)
-        infer_one = views is not None and views.family == "view" and node.target is not aten.expand.default
+        spelled = (aten.expand.default, aten.expand_as.default, aten.repeat.default)
+        infer_one = views is not None and views.family == "view" and node.target not in spelled
         out: list[Any] = []
         for dim in dims:
             out.append(-1 if infer_one and self.is_token_dim(dim) else self.size(dim, node))

@@ -9,7 +9,7 @@ reductions, losses) add a `special`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from treecompile.passes.axes import Axis, AxisConflict, Dim, Dims, axes_of, fresh, resolve, unify
+from treecompile.passes.samples import Call
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
@@ -66,7 +67,7 @@ class Rule:
         emit: writes the packed node; None copies the node with packed arguments.
         special: decides the kind where the token axes are mixed; None leaves the op to the dense tail.
         random: the op draws random numbers when it is active.
-        samples: builds concrete argument tuples for the brute-force audit of ``python -m treecompile check``.
+        samples: calls of each target, for the brute-force audit of ``python -m treecompile check``.
     """
 
     family: str
@@ -75,7 +76,7 @@ class Rule:
     emit: EmitRule | None = None
     special: Special | None = None
     random: bool = False
-    samples: Callable[[Any], Iterator[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
+    samples: Mapping[Any, Sequence[Call]] = field(default_factory=dict, compare=False, repr=False)
 
 
 def value_of(node: Any) -> Any:

@@ -22,9 +22,9 @@ from treecompile.leaves import scope
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
 from treecompile.passes.reasons import Refusal
+from treecompile.programs import plain_program
 from treecompile.report import Break, GraphReport, Report
 from treecompile.runtime.batch import PackedBatch, TreeCache
-from treecompile.runtime.program import TreeProgram
 
 __all__ = ["clear_caches", "explain"]
 
@@ -138,26 +138,8 @@ def _planned(
     gm: fx.GraphModule, draft: Draft, args: Sequence[Any], probe: _Probe
 ) -> tuple[PackedBatch | None, str]:
     """The tree of the batch, and why it would run dense."""
-    arguments = tuple(n.name for n in draft.lowered.graph.nodes if n.op == "placeholder")
-    program = TreeProgram(
-        arguments=arguments,
-        keys=draft.keys.module,
-        key_arguments=tuple(n.name for n in draft.keys.inputs),
-        key_outputs=draft.key_outputs,
-        tree=draft.tree,
-        inputs=draft.inputs,
-        packs=draft.packs,
-        constants=draft.constants,
-        packed=lambda numbers, values: (),
-        frontier=draft.frontier,
-        tail=draft.tail.module,
-        tail_inputs=tuple(n.name for n in draft.tail.inputs),
-        dense=gm,
-        observe=lambda how, why: None,
-        min_sharing=0.0,
-        cache=probe.trees,
-    )
-    given = dict(zip(arguments, args, strict=True))
+    program = plain_program(gm, draft, probe.trees)
+    given = dict(zip(program.arguments, args, strict=True))
     values = draft.keys.module(*(given[name] for name in program.key_arguments))
     batch, why = program.plan(dict(zip(draft.key_outputs, values, strict=True)))
     if batch is not None and batch.sharing < probe.options.min_sharing:

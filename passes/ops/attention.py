@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 import treecompile.runtime.ops.leaf_attention  # noqa: F401  (registers treecompile::leaf_attention)
 from treecompile.passes.rule import Facts, Infer, Rule
+from treecompile.passes.samples import Call, call, tokens
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
@@ -39,6 +40,22 @@ def emit_attention(emitter: Emitter, node: fx.Node) -> fx.Node:
     return emitter.attention(node)
 
 
+_HEADS = "B 2 T 2"
+SAMPLES: dict[Any, list[Call]] = {
+    aten.scaled_dot_product_attention.default: [
+        call(tokens(_HEADS), tokens(_HEADS), tokens(_HEADS), None, 0.0, True),
+        call(tokens(_HEADS), tokens(_HEADS), tokens(_HEADS), None, 0.0, True, scale=0.3),
+        call(tokens("B 4 T 2"), tokens(_HEADS), tokens(_HEADS), None, 0.0, True, enable_gqa=True),
+        call(tokens(_HEADS), tokens(_HEADS), tokens("B 2 T 3"), None, 0.0, True),
+        call(tokens(_HEADS), tokens(_HEADS), tokens(_HEADS)),
+        call(tokens("T 2 B 2"), tokens("T 2 B 2"), tokens("T 2 B 2"), None, 0.0, True),
+        call(tokens("B T 2 2"), tokens("B T 2 2"), tokens("B T 2 2"), None, 0.0, True),
+    ],
+    torch.ops.treecompile.leaf_attention.default: [
+        call(tokens(_HEADS), tokens(_HEADS), tokens(_HEADS), None, None, 0.5, 0.0),
+    ],
+}
+
 RULES = [
     Rule(
         "attention",
@@ -46,5 +63,6 @@ RULES = [
         infer_attention,
         emit_attention,
         special_attention,
+        samples=SAMPLES,
     ),
 ]

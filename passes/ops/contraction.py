@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from treecompile.passes.axes import Dim, Dims
 from treecompile.passes.rule import Facts, Infer, Rule
+from treecompile.passes.samples import Call, call, tokens, weight
 
 if TYPE_CHECKING:
     from treecompile.passes.kinds import Kinds, Value
@@ -65,9 +66,59 @@ def special_matmul(kinds: Kinds, node: fx.Node) -> Value | None:
     return kinds.attention_product(node)
 
 
+SAMPLES: dict[Any, list[Call]] = {
+    aten.linear.default: [
+        call(tokens(), weight("F F"), weight("F")),
+        call(tokens("BT F"), weight("2 F")),
+        call(tokens("B F T"), weight("F T")),
+    ],
+    aten.matmul.default: [
+        call(tokens(), weight("F F")),
+        call(tokens(), weight("F")),
+        call(weight("2 F"), tokens("B F T")),
+        call(tokens(), tokens("B F T")),
+        call(tokens("B F T"), tokens()),
+        call(tokens("B T K 2"), tokens("B T 2 K")),
+    ],
+    aten.bmm.default: [
+        call(tokens(), tokens("B F T")),
+        call(tokens("B F T"), tokens()),
+        call(tokens(), weight("B F F")),
+    ],
+    aten.mm.default: [
+        call(tokens("BT F"), weight("F F")),
+        call(tokens("F BT"), tokens("BT F")),
+        call(weight("2 F"), tokens("F BT")),
+        call(tokens("BT F"), tokens("F BT")),
+    ],
+    aten.addmm.default: [
+        call(weight("F"), tokens("BT F"), weight("F F")),
+        call(tokens("BT F"), tokens("BT F"), weight("F F")),
+        call(weight("F F"), tokens("F BT"), tokens("BT F")),
+    ],
+    aten.baddbmm.default: [
+        call(tokens(), tokens(), weight("B F F")),
+        call(weight("B F F"), tokens("B F T"), tokens()),
+    ],
+    aten.einsum.default: [
+        call("btf,fg->btg", [tokens(), weight("F F")]),
+        call("btf,bsf->bts", [tokens(), tokens()]),
+        call("btf,btg->bfg", [tokens(), tokens()]),
+        call("btf,btf->bt", [tokens(), tokens()]),
+        call("btf->bf", [tokens()]),
+        call("btf->tbf", [tokens()]),
+    ],
+}
+
 RULES = [
-    Rule("linear", (aten.linear.default,), infer_linear),
-    Rule("matmul", (aten.matmul.default, aten.bmm.default, aten.mm.default), infer_matmul, special=special_matmul),
-    Rule("matmul", (aten.addmm.default, aten.baddbmm.default), infer_addmm),
-    Rule("matmul", (aten.einsum.default,), infer_einsum),
+    Rule("linear", (aten.linear.default,), infer_linear, samples=SAMPLES),
+    Rule(
+        "matmul",
+        (aten.matmul.default, aten.bmm.default, aten.mm.default),
+        infer_matmul,
+        special=special_matmul,
+        samples=SAMPLES,
+    ),
+    Rule("matmul", (aten.addmm.default, aten.baddbmm.default), infer_addmm, samples=SAMPLES),
+    Rule("matmul", (aten.einsum.default,), infer_einsum, samples=SAMPLES),
 ]

@@ -9,6 +9,7 @@ from torch import fx
 
 from treecompile.passes.axes import size_of
 from treecompile.passes.rule import Facts, Infer, Rule, value_of
+from treecompile.passes.samples import Call, call, grid, size, sizes, tokens, weight
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
@@ -42,7 +43,9 @@ def emit_full(emitter: Emitter, node: fx.Node) -> fx.Node:
 
 
 def infer_tri(infer: Infer, node: fx.Node) -> Facts:
-    return Facts([infer.dims(node.args[0])])
+    """What is kept depends on the place along both dims: packed tokens have other places."""
+    dims = infer.dims(node.args[0])
+    return Facts([dims], mixed=[dim for dim in dims[-2:] if dim])
 
 
 def counts_from_zero(node: fx.Node) -> bool:
@@ -50,8 +53,35 @@ def counts_from_zero(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 1 and bool(size_of(value.shape[0]) != 1)
 
 
+SAMPLES: dict[Any, list[Call]] = {
+    aten.arange.default: [call(size("T")), call(size("F"))],
+    aten.arange.start: [call(0, size("T")), call(1, size("T"))],
+    aten.arange.start_step: [call(0, size("T"), 1), call(0, size("T"), 2)],
+    **{op: [call(sizes("B T F")), call(sizes("F"))] for op in (aten.zeros.default, aten.ones.default)},
+    aten.full.default: [call(sizes("B T F"), 0.5), call(sizes("B T"), 1)],
+    aten.empty.memory_format: [],
+    **{
+        op: [call(tokens(), sizes("B T F")), call(tokens(), sizes("F"))]
+        for op in (aten.new_zeros.default, aten.new_ones.default)
+    },
+    aten.new_full.default: [call(tokens(), sizes("B T F"), 0.5)],
+    aten.new_empty.default: [],
+    **{op: [call(tokens()), call(grid("B T"))] for op in (aten.zeros_like.default, aten.ones_like.default)},
+    aten.full_like.default: [call(tokens(), 0.5)],
+    aten.empty_like.default: [],
+    **{
+        op: [call(tokens()), call(weight("F F")), call(tokens("B T T"))]
+        for op in (aten.tril.default, aten.triu.default)
+    },
+}
+
 RULES = [
-    Rule("arange", (aten.arange.default, aten.arange.start, aten.arange.start_step), infer_arange),
+    Rule(
+        "arange",
+        (aten.arange.default, aten.arange.start, aten.arange.start_step),
+        infer_arange,
+        samples=SAMPLES,
+    ),
     Rule(
         "full",
         (
@@ -66,11 +96,13 @@ RULES = [
         ),
         infer_full,
         emit_full,
+        samples=SAMPLES,
     ),
     Rule(
         "full",
         (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
         infer_like,
+        samples=SAMPLES,
     ),
-    Rule("triangle", (aten.tril.default, aten.triu.default), infer_tri),
+    Rule("triangle", (aten.tril.default, aten.triu.default), infer_tri, samples=SAMPLES),
 ]

@@ -10,6 +10,7 @@ from torch import fx
 from treecompile.passes.axes import AxisConflict, Dim, Dims, fresh, regroup, resolve
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.rule import Facts, Infer, Rule, value_of
+from treecompile.passes.samples import Call, call, grid, tokens, weight
 
 if TYPE_CHECKING:
     from treecompile.passes.kinds import Kinds, Value
@@ -103,15 +104,57 @@ def infer_scatter(infer: Infer, node: fx.Node) -> Facts:
     return Facts([out])
 
 
+SAMPLES: dict[Any, list[Call]] = {
+    aten.embedding.default: [
+        call(weight("V F"), grid("B T", "V")),
+        call(weight("F F"), tokens("B T", "int")),
+        call(tokens("BT F"), grid("B T", "BT")),
+        call(weight("T F"), grid("B T", "T")),
+    ],
+    aten.index_select.default: [
+        call(tokens(), 2, weight("2", "int")),
+        call(tokens(), 1, weight("2", "int")),
+        call(tokens(), 0, weight("2", "int", "B")),
+        call(weight("T F"), 0, weight("T", "int", "T")),
+    ],
+    aten.gather.default: [
+        call(tokens(), 2, tokens("B T 1", "int")),
+        call(tokens(), 2, grid("B T 1")),
+        call(tokens(), -1, grid("B T F")),
+        call(tokens(), 1, tokens("B T F", "int", "T")),
+    ],
+    aten.index.Tensor: [
+        call(tokens(), [None, None, weight("2", "int")]),
+        call(tokens(), [None, weight("2", "int", "T")]),
+        call(tokens(), [tokens("B T", "bool")]),
+        call(weight("F F"), [tokens("B T", "int")]),
+    ],
+    aten.one_hot.default: [call(tokens("B T", "int"), 5), call(grid("B T"), 5)],
+    aten.scatter.value: [
+        call(tokens(), 2, tokens("B T 1", "int"), 1.0),
+        call(tokens(), 1, tokens("B T F", "int", "T"), 1.0),
+    ],
+    aten.scatter.src: [
+        call(tokens(), 2, tokens("B T 1", "int"), tokens("B T 1")),
+        call(tokens(), 1, tokens("B T F", "int", "T"), tokens()),
+    ],
+    aten.scatter_add.default: [
+        call(tokens(), 2, tokens("B T K", "int"), tokens("B T K")),
+        call(tokens(), 1, tokens("B T F", "int", "T"), tokens()),
+        call(tokens(), 0, tokens("B T F", "int", "B"), tokens()),
+    ],
+}
+
 RULES = [
-    Rule("embedding", (aten.embedding.default,), infer_embedding),
-    Rule("index", (aten.index_select.default,), infer_index_select),
-    Rule("index", (aten.gather.default,), infer_gather, special=special_gather),
-    Rule("index", (aten.index.Tensor,), infer_index, special=special_index),
-    Rule("index", (aten.one_hot.default,), infer_one_hot),
+    Rule("embedding", (aten.embedding.default,), infer_embedding, samples=SAMPLES),
+    Rule("index", (aten.index_select.default,), infer_index_select, samples=SAMPLES),
+    Rule("index", (aten.gather.default,), infer_gather, special=special_gather, samples=SAMPLES),
+    Rule("index", (aten.index.Tensor,), infer_index, special=special_index, samples=SAMPLES),
+    Rule("index", (aten.one_hot.default,), infer_one_hot, samples=SAMPLES),
     Rule(
         "scatter",
         (aten.scatter.value, aten.scatter.src, aten.scatter_add.default),
         infer_scatter,
+        samples=SAMPLES,
     ),
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from treecompile.passes.rule import Facts, Infer, Rule, value_of
+from treecompile.passes.samples import Call, call, grid, tokens
 
 if TYPE_CHECKING:
     from treecompile.passes.kinds import Kinds, Value
@@ -37,6 +38,21 @@ def special_cross_entropy(kinds: Kinds, node: fx.Node) -> Value | None:
     return kinds.cross_entropy(node)
 
 
+SAMPLES: dict[Any, list[Call]] = {
+    aten.cross_entropy_loss.default: [
+        *(call(tokens("BT F"), grid("BT"), None, reduction) for reduction in (0, 1, 2)),
+        call(tokens("BT F"), grid("BT"), None, 1, 2),
+        call(tokens("B F T"), grid("B T")),
+        call(tokens("BT F"), tokens("BT", "int")),
+    ],
+}
+
 RULES = [
-    Rule("cross_entropy", (aten.cross_entropy_loss.default,), infer_cross_entropy, special=special_cross_entropy),
+    Rule(
+        "cross_entropy",
+        (aten.cross_entropy_loss.default,),
+        infer_cross_entropy,
+        special=special_cross_entropy,
+        samples=SAMPLES,
+    ),
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 import treecompile.runtime.ops.leaf_experts  # noqa: F401  (registers treecompile::leaf_experts)
 from treecompile.passes.rule import Facts, Infer, Rule
+from treecompile.passes.samples import Call
 
 
 def infer_experts(infer: Infer, node: fx.Node) -> Facts:
@@ -19,6 +22,8 @@ def infer_experts(infer: Infer, node: fx.Node) -> Facts:
     return Facts([hidden])
 
 
+SAMPLES: dict[Any, list[Call]] = {torch.ops.treecompile.leaf_experts.default: []}
+
 RULES = [
-    Rule("experts", (torch.ops.treecompile.leaf_experts.default,), infer_experts),
+    Rule("experts", (torch.ops.treecompile.leaf_experts.default,), infer_experts, samples=SAMPLES),
 ]

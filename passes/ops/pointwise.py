@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from treecompile.passes.rule import Facts, Infer, Rule
+from treecompile.passes.samples import Call, Operand, call, pointwise_calls, tokens, weight
 
 aten = torch.ops.aten
 
@@ -75,7 +76,31 @@ def infer_dropout(infer: Infer, node: fx.Node) -> Facts:
 
 TAGGED = Rule("pointwise", (), infer)
 
+
+def _mask() -> Operand:
+    return tokens("B T F", "bool")
+
+
+SAMPLES: dict[Any, list[Call]] = {
+    **{op: list(pointwise_calls(op)) for op in EXCEPTIONS},
+    aten.dropout.default: [call(tokens(), 0.0, True), call(tokens(), 0.5, False), call(tokens(), 0.5, True)],
+    aten.feature_dropout.default: [call(tokens(), 0.0, True), call(tokens(), 0.5, True)],
+    **{
+        op: [call(_mask(), _mask()), call(_mask(), tokens("B T 1", "bool"))]
+        for op in (aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor)
+    },
+    aten.where.ScalarOther: [call(_mask(), tokens(), 0.5), call(tokens("B T 1", "bool"), weight("F"), 0.5)],
+    aten.where.ScalarSelf: [call(_mask(), 0.5, tokens())],
+    aten.where.Scalar: [call(_mask(), 0.5, 1.5)],
+}
+
 RULES = [
-    Rule("pointwise", EXCEPTIONS, infer),
-    Rule("dropout", (aten.dropout.default, aten.feature_dropout.default), infer_dropout, random=True),
+    Rule("pointwise", EXCEPTIONS, infer, samples=SAMPLES),
+    Rule(
+        "dropout",
+        (aten.dropout.default, aten.feature_dropout.default),
+        infer_dropout,
+        random=True,
+        samples=SAMPLES,
+    ),
 ]

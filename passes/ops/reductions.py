@@ -10,6 +10,7 @@ from torch import fx
 from treecompile.passes.axes import Dim, Dims, fresh
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.rule import Facts, Infer, Rule, outputs_of, value_of
+from treecompile.passes.samples import Call, call, grid, sizes, tokens, weight
 
 if TYPE_CHECKING:
     from treecompile.passes.kinds import Kinds, Value
@@ -103,12 +104,57 @@ def special_max(kinds: Kinds, node: fx.Node) -> Value | None:
 
 FULL: tuple[Any, ...] = (aten.sum.default, aten.mean.default, aten.max.default, aten.min.default)
 
+
+_ALONG = ([2], [1], [0], [0, 1], [1, 2])
+SAMPLES: dict[Any, list[Call]] = {
+    **{
+        op: [call(tokens(), dims) for dims in _ALONG]
+        + [call(tokens(), [0, 1], True), call(tokens("BT F"), [0]), call(tokens("B T K 2"), [0, 1, 3])]
+        for op in (aten.sum.dim_IntList, aten.mean.dim)
+    },
+    **{
+        op: [call(tokens()), call(tokens("BT F"))]
+        for op in (aten.sum.default, aten.mean.default, aten.max.default, aten.min.default)
+    },
+    **{op: [call(tokens(), dims) for dims in _ALONG] for op in (aten.amax.default, aten.amin.default)},
+    aten.logsumexp.default: [call(tokens(), dims) for dims in _ALONG],
+    **{
+        op: [call(tokens(), dims, correction=1) for dims in _ALONG]
+        for op in (aten.var.correction, aten.std.correction, aten.var_mean.correction)
+    },
+    **{
+        op: [call(tokens(), d) for d in (2, 1, 0)]
+        for op in (aten.prod.dim_int, aten.argmax.default, aten.argmin.default, aten.min.dim, aten.max.dim)
+    },
+    **{op: [call(tokens("B T F", "bool"), d) for d in (2, 1, 0)] for op in (aten.any.dim, aten.all.dim)},
+    aten.linalg_vector_norm.default: [call(tokens(), 2.0, dims) for dims in _ALONG],
+    aten.softmax.int: [call(tokens(), d) for d in (2, 1, 0)],
+    aten._softmax.default: [call(tokens(), d, False) for d in (2, 1)],
+    aten.log_softmax.int: [call(tokens(), d) for d in (2, 1, 0)],
+    aten._log_softmax.default: [call(tokens(), d, False) for d in (2, 1)],
+    **{
+        op: [*(call(tokens(), d) for d in (2, 1, 0)), call(grid("B T"), 1)]
+        for op in (aten.cumsum.default, aten.cumprod.default)
+    },
+    aten.topk.default: [call(tokens(), 2, d) for d in (2, 1, 0)],
+    aten.sort.default: [call(tokens(), d) for d in (2, 1, 0)],
+    aten.sort.stable: [call(tokens(), stable=True, dim=d) for d in (2, 1)],
+    aten.argsort.default: [call(tokens(), d) for d in (2, 1)],
+    aten.layer_norm.default: [
+        call(tokens(), sizes("F"), weight("F"), weight("F")),
+        call(tokens(), sizes("T F"), weight("T F")),
+        call(tokens("B F T"), sizes("T")),
+    ],
+    aten.rms_norm.default: [call(tokens(), sizes("F"), weight("F")), call(tokens(), sizes("T F"))],
+}
+
 RULES = [
     Rule(
         "reduction",
         (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
         infer_reduction,
         special=special_reduction,
+        samples=SAMPLES,
     ),
     Rule(
         "reduction",
@@ -129,12 +175,24 @@ RULES = [
             aten.min.dim,
         ),
         infer_reduction,
+        samples=SAMPLES,
     ),
-    Rule("reduction", (aten.max.dim,), infer_reduction, special=special_max),
-    Rule("reduction", (aten.linalg_vector_norm.default,), infer_norm),
-    Rule("softmax", (aten.softmax.int, aten._softmax.default), infer_along, special=special_softmax),
-    Rule("softmax", (aten.log_softmax.int, aten._log_softmax.default), infer_along),
-    Rule("scan", (aten.cumsum.default, aten.cumprod.default), infer_along),
-    Rule("sort", (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default), infer_sort),
-    Rule("norm", (aten.layer_norm.default, aten.rms_norm.default), infer_layer_norm),
+    Rule("reduction", (aten.max.dim,), infer_reduction, special=special_max, samples=SAMPLES),
+    Rule("reduction", (aten.linalg_vector_norm.default,), infer_norm, samples=SAMPLES),
+    Rule(
+        "softmax",
+        (aten.softmax.int, aten._softmax.default),
+        infer_along,
+        special=special_softmax,
+        samples=SAMPLES,
+    ),
+    Rule("softmax", (aten.log_softmax.int, aten._log_softmax.default), infer_along, samples=SAMPLES),
+    Rule("scan", (aten.cumsum.default, aten.cumprod.default), infer_along, samples=SAMPLES),
+    Rule(
+        "sort",
+        (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default),
+        infer_sort,
+        samples=SAMPLES,
+    ),
+    Rule("norm", (aten.layer_norm.default, aten.rms_norm.default), infer_layer_norm, samples=SAMPLES),
 ]

@@ -10,8 +10,20 @@ import sympy
 import torch
 from torch import fx
 
-from treecompile.passes.axes import Axis, AxisConflict, Dim, Dims, Span, axes_of, fresh, regroup, resolve, size_of
+from treecompile.passes.axes import (
+    Axis,
+    AxisConflict,
+    Dim,
+    Dims,
+    Span,
+    axes_of,
+    fresh,
+    regroup,
+    resolve,
+    size_of,
+)
 from treecompile.passes.rule import Facts, Infer, Rule, flat, outputs_of, value_of
+from treecompile.passes.samples import Call, call, grid, size, sizes, tokens, weight
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
@@ -321,6 +333,119 @@ def infer_diff(infer: Infer, node: fx.Node) -> Facts:
     return Facts([out], mixed=[dims[at]])
 
 
+SAMPLES: dict[Any, list[Call]] = {
+    aten.view.default: [
+        call(tokens(), sizes("B T K 2")),
+        call(tokens(), sizes("BT F")),
+        call(tokens(), sizes("B TF")),
+        call(tokens(), sizes("T B F")),
+        call(tokens(), sizes("B F T")),
+        call(tokens(), sizes("B 2 U F")),
+        call(tokens("BT F"), sizes("B T F")),
+        call(tokens("BT F"), sizes("T B F")),
+        call(tokens("B F T"), sizes("B K 2 T")),
+        call(grid("B T"), sizes("B 1 T")),
+        call(weight("F F"), sizes("F K 2")),
+    ],
+    aten.reshape.default: [
+        call(tokens("B K T 2"), sizes("B K 2T")),
+        call(tokens("T B F"), sizes("TB F")),
+        call(tokens(), [size("BT"), -1]),
+    ],
+    aten._unsafe_view.default: [call(tokens("BT F"), sizes("B T K 2"))],
+    aten.view_as.default: [call(tokens("BT F"), tokens()), call(tokens(), tokens("T B F"))],
+    aten.reshape_as.default: [call(tokens("B T K 2"), tokens())],
+    aten.flatten.using_ints: [
+        call(tokens(), 0, 1),
+        call(tokens(), 1, 2),
+        call(tokens("B T K 2"), 2, 3),
+        call(tokens("T B F"), 0, 1),
+    ],
+    aten.unflatten.int: [
+        call(tokens(), 2, sizes("K 2")),
+        call(tokens("BT F"), 0, sizes("B T")),
+        call(tokens("BT F"), 0, sizes("T B")),
+        call(tokens(), 1, sizes("U 2")),
+    ],
+    aten.squeeze.default: [call(tokens("B T 1 F"))],
+    aten.squeeze.dim: [call(tokens("B T 1"), -1), call(tokens(), 1)],
+    aten.squeeze.dims: [call(tokens("B 1 T 1"), [1, 3])],
+    aten.unsqueeze.default: [call(tokens(), d) for d in (0, 1, 2, -1)],
+    aten.permute.default: [
+        call(tokens(), [0, 2, 1]),
+        call(tokens(), [1, 0, 2]),
+        call(tokens("B T K 2"), [0, 2, 1, 3]),
+    ],
+    aten.transpose.int: [call(tokens(), 1, 2), call(tokens(), 0, 1), call(tokens("B T K 2"), 1, 2)],
+    aten.t.default: [call(tokens("BT F")), call(weight("F F"))],
+    aten.mT.default: [call(tokens())],
+    aten.numpy_T.default: [call(tokens("BT F"))],
+    aten.expand.default: [
+        call(tokens("B T 1"), sizes("B T F")),
+        call(tokens("B 1 T F"), sizes("B 2 T F")),
+        call(weight("F"), sizes("B T F")),
+        call(weight("T 1"), sizes("B T F")),
+        call(tokens("B T 1"), [-1, -1, size("T")]),
+    ],
+    aten.expand_as.default: [call(tokens("B T 1"), tokens()), call(weight("F"), tokens())],
+    aten.repeat.default: [
+        call(tokens(), [1, 1, 2]),
+        call(tokens(), [1, 2, 1]),
+        call(tokens(), [2, 1, 1]),
+        call(tokens(), [2, 1, 1, 1]),
+        call(weight("F"), [size("B"), size("T"), 1]),
+    ],
+    aten.repeat_interleave.self_int: [call(tokens(), 2, d) for d in (0, 1, 2)] + [call(tokens(), 2)],
+    aten.slice.Tensor: [
+        call(tokens(), 1, 0, -1),
+        call(tokens(), 1, 1, END),
+        call(tokens(), 1, 1, 3),
+        call(tokens(), 1, -2, END),
+        call(tokens(), 1, 0, END, 2),
+        call(tokens(), 0, 0, 2),
+        call(tokens(), 2, 0, 2),
+        call(tokens(), 2, 1, END, 2),
+        call(tokens("BT F"), 0, 0, -1),
+        call(weight("T F"), 0, 0, size("T")),
+        call(grid("B T"), 1, 1, END),
+    ],
+    aten.slice_scatter.default: [
+        call(tokens(), tokens("B T 2"), 2, 0, 2),
+        call(tokens(), weight("B 2 F"), 1, 0, 2),
+        call(tokens(), weight("B 2 F"), 1, 1, 3),
+    ],
+    aten.select.int: [
+        call(tokens(), 2, 0),
+        call(tokens(), 1, 0),
+        call(tokens(), 1, -1),
+        call(tokens(), 0, 0),
+    ],
+    aten.split.Tensor: [call(tokens(), 2, 2), call(tokens(), 2, 1), call(tokens(), 2, 0)],
+    aten.split.sizes: [call(tokens(), [1, 3], 2)],
+    aten.split_with_sizes.default: [call(tokens(), [1, 3], 2), call(tokens("B F T"), [1, 3], 1)],
+    aten.chunk.default: [call(tokens(), 2, 2), call(tokens(), 2, 1)],
+    aten.unbind.int: [call(tokens(), 2), call(tokens(), 1), call(tokens(), 0)],
+    aten.cat.default: [
+        call([tokens(), tokens()], 2),
+        call([tokens(), tokens()], 1),
+        call([tokens(), tokens()], 0),
+        call([tokens(), tokens("B T 1")], -1),
+        call([tokens(), weight("B T F")], 2),
+        call([tokens("BT F"), tokens("BT F")], 1),
+    ],
+    aten.stack.default: [call([tokens(), tokens()], d) for d in (0, 1, 2, -1)],
+    aten.pad.default: [call(tokens(), [1, 1]), call(tokens(), [0, 0, 1, 0]), call(tokens(), [0, 0, 0, 0])],
+    aten.constant_pad_nd.default: [call(tokens(), [0, 2], 1.5), call(tokens(), [0, 0, 0, 1])],
+    aten.flip.default: [
+        call(tokens(), [2]),
+        call(tokens(), [1]),
+        call(tokens(), [0]),
+        call(tokens(), [1, 2]),
+    ],
+    aten.roll.default: [call(tokens(), [1], [2]), call(tokens(), [1], [1]), call(tokens(), [1])],
+    aten.diff.default: [call(tokens(), 1, 2), call(tokens(), 1, 1), call(grid("B T"), 1, -1)],
+}
+
 RULES = [
     Rule(
         "view",
@@ -335,17 +460,24 @@ RULES = [
         ),
         infer_view,
         emit_view,
+        samples=SAMPLES,
     ),
-    Rule("view", (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), infer_squeeze, emit_squeeze),
-    Rule("view", (aten.unsqueeze.default,), infer_unsqueeze),
-    Rule("view", (aten.permute.default,), infer_permute),
-    Rule("view", (aten.transpose.int,), infer_transpose),
-    Rule("view", (aten.t.default, aten.mT.default, aten.numpy_T.default), infer_t),
-    Rule("view", (aten.expand.default, aten.expand_as.default), infer_expand, emit_expand),
-    Rule("view", (aten.repeat.default,), infer_repeat, emit_repeat),
-    Rule("view", (aten.repeat_interleave.self_int,), infer_repeat_interleave),
-    Rule("slice", (aten.slice.Tensor,), infer_slice),
-    Rule("slice", (aten.select.int,), infer_select),
+    Rule(
+        "view",
+        (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+        infer_squeeze,
+        emit_squeeze,
+        samples=SAMPLES,
+    ),
+    Rule("view", (aten.unsqueeze.default,), infer_unsqueeze, samples=SAMPLES),
+    Rule("view", (aten.permute.default,), infer_permute, samples=SAMPLES),
+    Rule("view", (aten.transpose.int,), infer_transpose, samples=SAMPLES),
+    Rule("view", (aten.t.default, aten.mT.default, aten.numpy_T.default), infer_t, samples=SAMPLES),
+    Rule("view", (aten.expand.default, aten.expand_as.default), infer_expand, emit_expand, samples=SAMPLES),
+    Rule("view", (aten.repeat.default,), infer_repeat, emit_repeat, samples=SAMPLES),
+    Rule("view", (aten.repeat_interleave.self_int,), infer_repeat_interleave, samples=SAMPLES),
+    Rule("slice", (aten.slice.Tensor,), infer_slice, samples=SAMPLES),
+    Rule("slice", (aten.select.int,), infer_select, samples=SAMPLES),
     Rule(
         "slice",
         (
@@ -356,12 +488,13 @@ RULES = [
             aten.unbind.int,
         ),
         infer_pieces,
+        samples=SAMPLES,
     ),
-    Rule("slice", (operator.getitem,), infer_getitem),
-    Rule("join", (aten.cat.default,), infer_cat, emit_cat),
-    Rule("join", (aten.stack.default,), infer_stack),
-    Rule("join", (aten.pad.default, aten.constant_pad_nd.default), infer_pad),
-    Rule("join", (aten.slice_scatter.default,), infer_slice_scatter),
-    Rule("rearrange", (aten.flip.default, aten.roll.default), infer_mixing),
-    Rule("rearrange", (aten.diff.default,), infer_diff),
+    Rule("slice", (operator.getitem,), infer_getitem, samples=SAMPLES),
+    Rule("join", (aten.cat.default,), infer_cat, emit_cat, samples=SAMPLES),
+    Rule("join", (aten.stack.default,), infer_stack, samples=SAMPLES),
+    Rule("join", (aten.pad.default, aten.constant_pad_nd.default), infer_pad, samples=SAMPLES),
+    Rule("join", (aten.slice_scatter.default,), infer_slice_scatter, samples=SAMPLES),
+    Rule("rearrange", (aten.flip.default, aten.roll.default), infer_mixing, samples=SAMPLES),
+    Rule("rearrange", (aten.diff.default,), infer_diff, samples=SAMPLES),
 ]
