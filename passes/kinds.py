@@ -27,7 +27,7 @@ from treecompile.passes.axes import Axis, Dim, Dims, axes_of, resolve, same_dim
 from treecompile.passes.masks import MASKED, MaskReader, MaskSpec, Unproved
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg, axis_index
-from treecompile.passes.reasons import Reason, Refusal, reason_at
+from treecompile.passes.reasons import Reason, Refusal, name_of, reason_at
 from treecompile.passes.rule import Facts, Infer, Rule, lookup, value_of
 from treecompile.runtime.program import WHOLE, Region
 
@@ -392,7 +392,7 @@ class Kinds:
                 return reason_at(
                     node,
                     "row-value",
-                    f"{_op_name(node)} reads {a.name}, which is not one value per position",
+                    f"{_op_name(node)} reads {name_of(a)}, which is not one value per position",
                     "only values with one entry per position of the grid can become part of the tree key",
                     "nothing to do unless this is inside the model: then expand it to [batch, sequence] first",
                 )
@@ -403,7 +403,7 @@ class Kinds:
                 )  # fmt: skip
             if not self._in_cone and a not in self.keys and not self._leaves(a) <= self.keys.keys():
                 return reason_at(
-                    node, "row-input", f"{_op_name(node)} reads {a.name}, which belongs to the row",
+                    node, "row-input", f"{_op_name(node)} reads {name_of(a)}, which belongs to the row",
                     "labels, advantages, masks of the loss and old log-probs differ between rows that share a token",
                     "nothing to do: it runs on the expanded values",
                 )  # fmt: skip
@@ -518,7 +518,7 @@ class Kinds:
 
     def _input_reason(self, node: fx.Node) -> Reason:
         return reason_at(
-            node, "dense-input", f"the graph input {node.name} has a batch axis and features or gradients",
+            node, "dense-input", f"the input {name_of(node)} has a batch axis and features or gradients",
             "values per position that are not token ids cannot be part of the tree key",
             "pass token ids instead of embeddings, or call the op that uses it after the model",
         )  # fmt: skip

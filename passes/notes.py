@@ -13,7 +13,7 @@ from torch import fx
 
 from treecompile.passes.axes import Dim, resolve
 from treecompile.passes.kinds import Kind, Kinds
-from treecompile.passes.reasons import Reason, user_line
+from treecompile.passes.reasons import Reason, name_of, user_line
 from treecompile.passes.rule import value_of
 from treecompile.runtime.program import WHOLE, Region
 
@@ -168,7 +168,7 @@ def _is_packed_input(kinds: Kinds, node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return "input" if node.op == "placeholder" else str(node.target)
+    return name_of(node) if node.op == "placeholder" else str(node.target)
 
 
 def _detail(kinds: Kinds, node: fx.Node) -> str:

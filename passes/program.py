@@ -22,7 +22,7 @@ from treecompile.passes.kinds import Kind, Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
 from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
 from treecompile.passes.ops.views import arg
-from treecompile.passes.reasons import Refusal, reason_at
+from treecompile.passes.reasons import ARGUMENT, Refusal, reason_at, source_text
 from treecompile.passes.rule import Facts, Infer, lookup, outputs_of
 from treecompile.runtime.losses import nll_from_log_probs
 from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
@@ -83,6 +83,8 @@ def build(gm: fx.GraphModule, fakes: Sequence[Any], is_parameter: Callable[[fx.N
         told["note"] = ", ".join(["flat ATen", *([f"{len(regions)} checkpoints"] if regions else [])])
     placeholders = [n for n in lowered.graph.nodes if n.op == "placeholder"]
     originals = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for new, old in zip(placeholders, originals, strict=True):
+        new.meta[ARGUMENT] = source_text(old)
     parameters = {new for new, old in zip(placeholders, originals, strict=True) if is_parameter(old)}
     with clock.step("classify") as told:
         kinds = classify(lowered, parameters)

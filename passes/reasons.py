@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-__all__ = ["Reason", "Refusal", "reason_at", "user_line"]
+__all__ = ["ARGUMENT", "Reason", "Refusal", "name_of", "reason_at", "source_text", "user_line"]
+
+# Key of node.meta: where an argument of the captured graph comes from, as the user would write it.
+ARGUMENT = "treecompile_argument"
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _TORCH = os.path.dirname(sys.modules["torch"].__file__ or "")
@@ -66,6 +69,33 @@ def user_line(node: fx.Node | None) -> tuple[str, str]:
         source = source or linecache.getline(match["file"], int(match["line"])).strip()
         found = (f"{os.path.basename(match['file'])}:{match['line']} in {match['function']}", source)
     return found
+
+
+_OUTER = re.compile(r"^L\['(?:call|self|kwargs)'\]")
+_MODULE = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']+)'\]")
+_INNER = re.compile(r"\['([^']+)'\]")
+
+
+def source_text(node: fx.Node) -> str:
+    """Where an argument of a captured graph comes from: ``input_ids``, ``layers.0.mlp.up_proj.weight``.
+
+    Args:
+        node: the placeholder, as Dynamo made it.
+    """
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    name = name() if callable(name) else name
+    if not isinstance(name, str) or not name:
+        return ""
+    text = _MODULE.sub(r".\1", re.sub(r"\.?__self__", "", _OUTER.sub("", name)))
+    return _INNER.sub(r".\1", text).removeprefix("L.").lstrip(".") or name
+
+
+def name_of(node: fx.Node) -> str:
+    """What to call a value in a message."""
+    if node.op == "placeholder":
+        return str(node.meta.get(ARGUMENT) or node.name)
+    return f"the result of {node.target}"
 
 
 def reason_at(node: fx.Node | None, slug: str, what: str, why: str, hint: str) -> Reason:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, MethodType
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def explain(
     probe = _Probe(Options.parse(options))
     call = _plain(model)
     names = _positional(call, args)
-    frame = _frame(call)
+    frame = _frame(call, names)
     with _undisturbed(), torch.no_grad():
         try:
             torch.compile(frame, backend=functools.partial(_captured, probe=probe), dynamic=False)(
@@ -71,8 +70,7 @@ def explain(
                 _forget(code, probe)
     texts = [graph.ended_by.reason for graph in probe.graphs if graph.ended_by is not None]
     texts += [type(model).__name__]
-    graphs = tuple(dataclasses.replace(graph, positional=names) for graph in probe.graphs)
-    return Report(graphs, probe.options, tuple(settings.hints(texts)))
+    return Report(tuple(probe.graphs), probe.options, tuple(settings.hints(texts)))
 
 
 def clear_caches() -> None:
@@ -180,19 +178,28 @@ def _positional(call: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...
     try:
         signature = inspect.signature(named)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return tuple(p.name for p in signature.parameters.values() if p.kind in kinds)[: len(args)]
+        names = tuple(p.name for p in signature.parameters.values() if p.kind in kinds)[: len(args)]
     except (TypeError, ValueError):
         return ()
+    return names if not {"call", "args", "kwargs"} & set(names) else ()
 
 
-def _frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `call`, with code of its own: what Dynamo learns of it dies with it."""
+def _frame(call: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """A function that calls `call`, with code of its own: what Dynamo learns of it dies with it.
 
-    def probe(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    code = probe.__code__.replace(co_name=f"explain_{next(_serial)}")
-    return FunctionType(code, probe.__globals__, code.co_name, None, probe.__closure__)
+    Its positional arguments have the names of the model's, so that the captured graph knows them.
+    """
+    listed = "".join(f"{name}, " for name in names)
+    title = f"explain_{next(_serial)}"
+    made: dict[str, Any] = {}
+    exec(
+        f"def make(call):\n"
+        f"    def {title}({listed}*args, **kwargs):\n"
+        f"        return call({listed}*args, **kwargs)\n"
+        f"    return {title}\n",
+        made,
+    )
+    return made["make"](call)  # type: ignore[no-any-return]
 
 
 def _forget(code: CodeType, probe: _Probe) -> None:

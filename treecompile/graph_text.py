@@ -10,7 +10,7 @@ import keyword
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,33 +20,7 @@ from torch import fx
 from treecompile.passes.notes import SHAPE, SOURCE, dtype_text
 from treecompile.passes.reasons import user_line
 
-__all__ = ["Argument", "Names", "graph_text", "shape_of", "source_text"]
-
-_OUTER = re.compile(r"^L\['(?:call|self|kwargs)'\]")
-_POSITIONAL = re.compile(r"^L\['args'\]\[(\d+)\]")
-_INNER = re.compile(r"\['([^']+)'\]")
-
-
-def source_text(node: fx.Node, positional: Sequence[str] = ()) -> str:
-    """Where an argument of a captured graph comes from: ``input_ids``, ``model.layers.0.mlp.up_proj.weight``.
-
-    Args:
-        node: the placeholder, as Dynamo made it.
-        positional: names of positional arguments.
-    """
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    name = name() if callable(name) else name
-    if not isinstance(name, str) or not name:
-        return ""
-    text = _OUTER.sub("", _POSITIONAL.sub(lambda found: _nth(positional, int(found[1])), name))
-    text = re.sub(r"\.?__self__", "", text)
-    text = re.sub(r"\.?_(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
-    return _INNER.sub(r".\1", text).removeprefix("L.").lstrip(".") or name
-
-
-def _nth(names: Sequence[str], index: int) -> str:
-    return names[index] if index < len(names) else f"args[{index}]"
+__all__ = ["Argument", "Names", "graph_text", "shape_of"]
 
 
 @dataclass(frozen=True)

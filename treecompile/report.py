@@ -14,11 +14,11 @@ import numpy as np
 from torch import fx
 
 from treecompile import draw
-from treecompile.graph_text import Argument, Names, graph_text, source_text
+from treecompile.graph_text import Argument, Names, graph_text
 from treecompile.options import Options
 from treecompile.passes.notes import Exit, Rewrite, region_text
 from treecompile.passes.program import Draft
-from treecompile.passes.reasons import Reason
+from treecompile.passes.reasons import Reason, source_text
 from treecompile.runtime.batch import PackedBatch
 from treecompile.runtime.errors import OptionError
 from treecompile.runtime.program import Input
@@ -55,7 +55,6 @@ class GraphReport:
         batch: the tree of the batch, if there is one.
         dense: why this batch would run dense although the graph is packed; "" if it would not.
         ended_by: the graph break after it.
-        positional: names of the model's positional arguments.
     """
 
     captured: fx.GraphModule
@@ -64,7 +63,6 @@ class GraphReport:
     batch: PackedBatch | None = None
     dense: str = ""
     ended_by: Break | None = None
-    positional: tuple[str, ...] = ()
     _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -86,7 +84,7 @@ class GraphReport:
             return []
         nodes = [n for n in self.captured.graph.nodes if n.op == "placeholder"]
         lowered = [n.name for n in self.draft.lowered.graph.nodes if n.op == "placeholder"]
-        source = {name: source_text(node, self.positional) for name, node in zip(lowered, nodes, strict=True)}
+        source = {name: source_text(node) for name, node in zip(lowered, nodes, strict=True)}
         spec = self.draft.tree
         columns = {"absolute": ["column"], "step": ["steps between columns"]}.get(spec.column or "", [])
         documents = ["document"] if spec.documents else []
@@ -103,7 +101,7 @@ class GraphReport:
 
     def _written(self) -> dict[str, str]:
         nodes = [n for n in self.captured.graph.nodes if n.op == "placeholder"]
-        given = [Argument.of(n.name, source_text(n, self.positional)) for n in nodes]
+        given = [Argument.of(n.name, source_text(n)) for n in nodes]
         texts = {
             "captured": graph_text(
                 self.captured, "captured by Dynamo", arguments=lambda i, _: given[i], name="captured"
