@@ -45,8 +45,12 @@ def alone() -> Iterator[None]:
 # ---- a case as a model and its calls -----------------------------------------------------------------------
 
 
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _config(model: nn.Module) -> Any:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     return getattr(base, "config", base)
 
 
@@ -75,6 +79,10 @@ def build(case: Case) -> nn.Module:
             model.gradient_checkpointing_enable({"use_reentrant": False})
     if case.weights == "lora":
         model = _adapted(model, list(family.adapters))
+    if case.mode == "checkpoint" and family.prefix:
+        # A hook that calls requires_grad_ on embeddings: of no use without reentrant checkpoints, and Dynamo
+        # breaks the graph at it where they are frozen.
+        _base(model).disable_input_require_grads()
     return model.to(dtype(case)).train()
 
 
@@ -91,10 +99,33 @@ def _adapted(model: nn.Module, targets: list[str]) -> nn.Module:
     return adapted
 
 
+def dense_attention(case: Case) -> str:
+    """The attention implementation of the dense run."""
+    return case.attention if case.attention in ("sdpa", "eager") else FAMILIES[case.family].reference
+
+
+def softmax_in_fp32(case: Case) -> bool:
+    """Whether the dense run casts its attention scores to fp32."""
+    return dense_attention(case) == "eager" and bool(FAMILIES[case.family].prefix)
+
+
 def dtype(case: Case) -> torch.dtype:
-    """fp64, except where a kernel or the setting has fp32 weights."""
+    """fp64, except where a kernel or the setting has fp32 weights.
+
+    The fp64 minimum that eager attention adds is -inf in fp32: queries that see nothing would give NaN.
+    """
     single = case.mode == "autocast" or case.experts == "grouped_mm"
+    single |= softmax_in_fp32(case) and bool(blind(case).any())
     return torch.float32 if single else torch.float64
+
+
+def blind(case: Case) -> Tensor:
+    """bool [B, T]: positions that see no token in some layer."""
+    kept = settings.sample(case).kept
+    column = torch.arange(kept.shape[1]).expand_as(kept)
+    last = torch.where(kept, column, -1).cummax(1).values
+    window = FAMILIES[case.family].sizes.get("sliding_window")
+    return (last < 0) | (column - last >= (window or kept.shape[1]))
 
 
 def ambient(case: Case) -> contextlib.AbstractContextManager[Any]:
@@ -142,8 +173,7 @@ class Subject:
     def dense(self, factor: float = 1.0, mode: str | None = None) -> law.Run:
         """The unmodified model, dense and eager; gradients of the loss times `factor`, divided by it."""
         case = replace(self.case, mode=mode or self.case.mode)
-        attention = case.attention if case.attention in ("sdpa", "eager") else FAMILIES[case.family].reference
-        choose(self.model, attention, case.experts)
+        choose(self.model, dense_attention(case), case.experts)
         return self._run(case, self.model, self.sample.reference, factor)
 
     def compiled(self, call: Callable[..., Any], attention: str | None = None) -> law.Run:
@@ -174,6 +204,8 @@ class Subject:
             loss=lambda outputs: objective(outputs) * factor,
             backward=case.mode not in settings.FORWARD_ONLY,
         )
+        if found.grads:
+            found.outputs.pop()  # the objective, a function of the others
         for grad in found.grads.values():
             grad /= factor
         return found
@@ -189,16 +221,18 @@ def objective(outputs: list[Tensor]) -> Tensor:
 
 # ---- the law -----------------------------------------------------------------------------------------------
 
-# Of outputs, relative to the largest entry of each; of gradients, relative L2 norm.
-OUTPUTS = {torch.float64: 1e-8, torch.float32: 1e-6}
+# By dtype. Of outputs, relative to the largest entry of each; of gradients, relative L2 norm.
+OUTPUTS = {torch.float64: 1e-8, torch.float32: 2e-6}
 GRADIENTS = {torch.float64: 1e-8, torch.float32: 1e-5}
+# The same where the dense run casts scores to fp32 and the tree does not.
+ROUNDED_SCORES = 1e-6
 
 
 def expected(case: Case) -> str:
     """How a case must run: packed, or the slug of the reason why this batch cannot."""
-    reads_empty = case.mask == "left" and case.ask == "all_labels"
-    if reads_empty and case.attention == "eager":
-        return "masked-query"  # a query that sees nothing averages over all keys there, causal or not
+    reads_blind = case.ask == "all_labels" and bool(blind(case)[:, :-1].any())
+    if reads_blind and case.attention in ("eager", "flex"):
+        return "masked-query"  # with an additive mask, such a query may average over all keys, causal or not
     return "packed"
 
 
@@ -211,16 +245,19 @@ def check(case: Case) -> None:
     if case.mode == "autocast":
         compare_errors(subject.dense(mode="-"), before, after)
         return
-    compare_outputs(before, after)
-    compare_gradients(before, after, [subject.dense(factor) for factor in (3.0, 7.0)], GRADIENTS[dtype(case)])
+    least = ROUNDED_SCORES if softmax_in_fp32(case) else 0.0
+    compare_outputs(before.outputs, after.outputs, least)
+    same = [subject.dense(factor) for factor in (3.0, 7.0)]
+    compare_gradients(before, after, same, max(GRADIENTS[dtype(case)], least))
 
 
-def compare_outputs(before: law.Run, after: law.Run) -> None:
-    assert len(before.outputs) == len(after.outputs)
-    for i, (a, b) in enumerate(zip(before.outputs, after.outputs, strict=True)):
+def compare_outputs(before: list[Tensor], after: list[Tensor], least: float = 0.0) -> None:
+    """Each output within the tolerance of its dtype, or within `least`."""
+    assert len(before) == len(after)
+    for i, (a, b) in enumerate(zip(before, after, strict=True)):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"output {i}"
         found = float((a - b).abs().max()) / max(float(a.abs().max()), 1e-3)
-        assert found <= OUTPUTS[a.dtype], f"output {i} of {len(before.outputs)}: {found:.2e}"
+        assert found <= max(OUTPUTS[a.dtype], least), f"output {i} of {len(before)}: {found:.2e}"
 
 
 def compare_gradients(before: law.Run, after: law.Run, same: list[law.Run], tolerance: float) -> None:
