@@ -135,9 +135,9 @@ class CudaKernel(Kernel):
                 state, state, scale=tile.scale,
             )  # fmt: skip
             return dq, dk, dv
-        # In half precision dq and dk came out wrong on an H200 with torch 2.11, in fp32 right. Only the half
-        # precision kernel sums grad * out itself, and it takes the rows of `out` to be heads * size apart.
-        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+        # In half precision the kernel sums grad * out itself, and it takes the rows of `out` to be heads * size
+        # apart: any other layout gives wrong dq and dk (seen on an H200 with torch 2.11).
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         state = torch.empty((), dtype=torch.int64, device=q.device)
         k_full, v_full = _expand_heads(k, q), _expand_heads(v, q)
         # The kernel reads rows of 32 log-sum-exps.
