@@ -148,6 +148,11 @@ def _union(x: Axis, y: Axis) -> None:
         return
     if x.span is not None and y.span is not None:
         # Slices with other bounds meet on the grid only: never one axis (logits[:, :-1] against labels[:, 1:]).
+        # With the same bounds what they are cut from is aligned, too (ids[:, :-1] and mask[:, :-1]).
+        a, b = x.span.base.find(), y.span.base.find()
+        same = (x.span.start, x.span.stop) == (y.span.start, y.span.stop)
+        if same and a is not b and a.size == b.size and a.parts is None and b.parts is None:
+            _union(a, b)
         if x.key() != y.key():
             raise AxisConflict(f"{x} and {y} are different slices")
     if y.span is not None:

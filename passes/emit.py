@@ -230,7 +230,9 @@ class Emitter:
             return
         writer = getattr(self, f"_write_{value.form}", None)
         rule = lookup(node.target)
-        if writer is not None:
+        if value.kind is Kind.UNIFORM and rule is not None and rule.family == "attention":
+            self.env[node] = self._copy(node)  # over something other than tokens
+        elif writer is not None:
             self.env[node] = writer(node)
         elif rule is not None and rule.emit is not None:
             self.env[node] = rule.emit(self, node)

@@ -318,9 +318,21 @@ class Kinds:
                 if integral and not value.requires_grad:
                     return Value(Kind.GRID)
                 return Value(Kind.PRIVATE, reason=self._input_reason(node))
-            self.uses_column = True
-            return Value(Kind.SHARED, form="table")
+            return self._as_table(node)
         return Value(Kind.GRID)
+
+    def _as_table(self, node: fx.Node) -> Value:
+        """A weight along the whole sequence: its rows are read by column."""
+        if self.region(node) != WHOLE:
+            return Value(Kind.PRIVATE, reason=self._sliced_table(node))
+        self.uses_column = True
+        return Value(Kind.SHARED, form="table")
+
+    def _sliced_table(self, node: fx.Node) -> Reason:
+        return reason_at(
+            node, "misaligned", f"{_op_name(node)} runs over a slice of the sequence",
+            "a table by column is read for whole rows", "nothing to do: it runs on the expanded values",
+        )  # fmt: skip
 
     def _constant_tensor(self, node: fx.Node) -> Value:
         """A tensor written in the model; one along the sequence is a grid value, or a table by column."""
@@ -330,8 +342,7 @@ class Kinds:
         if self.fits_grid(dims):
             return Value(Kind.GRID)
         if len(self.token_axes(dims)) == 1 and len(self.seq_axes(dims)) == 1:
-            self.uses_column = True
-            return Value(Kind.SHARED, form="table")
+            return self._as_table(node)
         return Value(Kind.PRIVATE, reason=self._input_reason(node))
 
     def _pre_evaluable(self, node: fx.Node) -> bool:
@@ -450,8 +461,8 @@ class Kinds:
         facts = self.infer.facts[node]
         if node.target is aten.slice.Tensor and self._cuts_tokens(node):
             if self.values[node.args[0]].kind is Kind.UNIFORM:
-                self.uses_column = True
-                return Value(Kind.SHARED, form="table")
+                found = self._as_table(node)
+                return found if found.kind is Kind.SHARED else self._private(node, found.reason)
             return Value(Kind.SHARED, form="take")
         if rule is not None and rule.family == "embedding" and self.token_axes(facts.mixed):
             return self._private(node, self._mixing_reason(node, facts.mixed[0]))

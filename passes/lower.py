@@ -59,9 +59,14 @@ class _Inliner(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, regions: dict[int, dict[str, Any]], tag: int | None = None) -> None:
         super().__init__(gm)
         self._regions, self._tag = regions, tag
+        self._node: fx.Node | None = None
         if tag is not None:
             for node in gm.graph.nodes:
                 node.meta["custom"] = {**node.meta.get("custom", {}), REGION: tag}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -70,6 +75,15 @@ class _Inliner(fx.Interpreter):
                 tag = len(self._regions)
                 self._regions[tag] = dict(kwargs)
             return _Inliner(args[0], self._regions, tag).run(*args[1:])
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "autograd_function_apply":
+            raise Refusal(
+                reason_at(
+                    self._node, "autograd-function", "a custom torch.autograd.Function",
+                    "its backward pass is code of its own, which may mix tokens, and which a retrace would lose",
+                    "write it with ordinary ops (a detach for a straight-through estimator), or move it out of the "
+                    "compiled region",
+                )  # fmt: skip
+            )
         return super().call_function(target, args, kwargs)
 
 

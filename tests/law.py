@@ -193,22 +193,22 @@ def _random_loss(outputs: Sequence[Tensor]) -> Tensor:
     return torch.stack([(o * weight).sum() for o, weight in drawn if o.requires_grad]).sum()
 
 
-def compare(dense: Run, tree: Run, tolerance: float) -> None:
-    """Outputs and gradients agree to `tolerance`, relative to the largest entry of each tensor."""
+def compare(dense: Run, tree: Run, tolerance: float, floor: float = 1e-3) -> None:
+    """Outputs and gradients agree to `tolerance`, relative to the largest entry of each tensor (at least `floor`)."""
     assert len(dense.outputs) == len(tree.outputs)
     for i, (a, b) in enumerate(zip(dense.outputs, tree.outputs, strict=True)):
-        _close(f"output {i}", a, b, tolerance)
+        _close(f"output {i}", a, b, tolerance, floor)
     assert dense.grads.keys() == tree.grads.keys(), f"gradients of {dense.grads.keys() ^ tree.grads.keys()}"
     for name, a in dense.grads.items():
-        _close(f"gradient of {name}", a, tree.grads[name], tolerance)
+        _close(f"gradient of {name}", a, tree.grads[name], tolerance, floor)
 
 
-def _close(what: str, a: Tensor, b: Tensor, tolerance: float) -> None:
+def _close(what: str, a: Tensor, b: Tensor, tolerance: float, floor: float) -> None:
     assert a.shape == b.shape, f"{what}: shape {tuple(a.shape)} against {tuple(b.shape)}"
     assert a.dtype == b.dtype, f"{what}: {a.dtype} against {b.dtype}"
     if a.is_floating_point():
         scale = float(a.nan_to_num().abs().max()) if a.numel() else 0.0
-        bound = tolerance * max(scale, 1e-3)
+        bound = tolerance * max(scale, floor)
         torch.testing.assert_close(
             b, a, rtol=0, atol=bound, equal_nan=True, msg=lambda text: f"{what}: {text}"
         )
@@ -239,6 +239,7 @@ def check(
     loss: Callable[[Any], Tensor] | None = None,
     backward: bool = True,
     tolerance: float = 1e-10,
+    floor: float = 1e-3,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
     reset: bool = True,
@@ -254,6 +255,7 @@ def check(
         kept: bool [B, T]; outputs whose first two dims are [B, T] are compared, and take part in the loss,
             there only. None compares every position (exact mode).
         loss: a scalar of the result; default: a random linear function of all outputs.
+        tolerance, floor: see `compare`.
         numbers: compare values; False where the model draws noise.
         around: context manager in which both runs happen, forward and backward.
 
@@ -277,7 +279,7 @@ def check(
     tree.counters = seen
     held(expect, seen)
     if numbers:
-        compare(dense, tree, tolerance)
+        compare(dense, tree, tolerance, floor)
     return tree
 
 

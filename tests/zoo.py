@@ -1,6 +1,7 @@
 """Models that a compiler which guesses gets wrong: each is one trap, with what must become of it.
 
-A trap says ``packed`` or the slug of the refusal; either way its numbers are compared with the dense eager run.
+A trap says ``packed`` or the slug of the refusal; either way its numbers are compared with the dense eager
+run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.law import VOCAB, Batch, Block, Toy, batch, causal_and_padding, sdpa
+from tests.law import VOCAB, Batch, Toy, batch, causal_and_padding, sdpa
 
 __all__ = ["TRAPS", "Case", "Trap"]
 
@@ -479,3 +480,874 @@ def _one_packed() -> Case:
     b.mask[:, 1:] = 0
     b.ids[:, 0] = 3
     return on(Toy(), b)
+
+
+# ---- attention in other spellings ------------------------------------------------------------------------
+
+
+def low(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e9)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(q.shape[-1]) + low(mask)).softmax(-1) @ v
+
+
+def _filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return ((q @ k.mT) * 0.3).masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+def _filled_with_zero(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Padding is filled with score 0, which is no mask at all."""
+    at = torch.arange(q.shape[2])
+    scores = ((q @ k.mT) * 0.3).masked_fill(at[None, :] > at[:, None], -math.inf)
+    return scores.masked_fill(~mask[:, :, -1:], 0.0).softmax(-1) @ v
+
+
+def _scaled_after_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return ((q @ k.mT + low(mask)) * 1e-9).softmax(-1) @ v
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (torch.tanh(q @ k.mT * 0.3 / 2.0) * 2.0 + low(mask)).softmax(-1) @ v
+
+
+def _scaled_after_cap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (torch.tanh(q @ k.mT / 2.0) * 2.0 * 0.3 + low(mask)).softmax(-1) @ v
+
+
+def _cap_with_another_factor(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (torch.tanh(q @ k.mT / 2.0) * 3.0 + low(mask)).softmax(-1) @ v
+
+
+def _einsum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.3 + low(mask)
+    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
+
+
+def _bmm(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    b, h, t, d = q.shape
+    q, k, v = (x.reshape(b * h, t, d) for x in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(b, h, t, t) * 0.3 + low(mask)
+    return torch.bmm(scores.softmax(-1).view(b * h, t, t), v).view(b, h, t, d)
+
+
+def _merged_causal(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    b, h, t, d = q.shape
+    q, k, v = (x.reshape(b * h, t, d) for x in (q, k, v))
+    at = torch.arange(t)
+    seen = torch.zeros(t, t, dtype=torch.float64).masked_fill(at[None, :] > at[:, None], -math.inf)
+    return (torch.bmm(q, k.transpose(1, 2)) * 0.3 + seen).softmax(-1).bmm(v).view(b, h, t, d)
+
+
+def _interleaved(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    n = q.shape[1] // k.shape[1]
+    return sdpa(q, k.repeat_interleave(n, 1), v.repeat_interleave(n, 1), mask)
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Query head h reads key head h % kv: not the grouping of repeat_interleave."""
+    n = q.shape[1] // k.shape[1]
+    return sdpa(q, k.repeat(1, n, 1, 1), v.repeat(1, n, 1, 1), mask)
+
+
+def _group_major(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """[B, group, kv, T, D] against [B, 1, kv, T, D]."""
+    b, h, t, d = q.shape
+    q = q.view(b, -1, k.shape[1], t, d)
+    scores = q @ k[:, None].mT * 0.3 + low(mask)[:, None]
+    return (scores.softmax(-1) @ v[:, None]).reshape(b, h, t, d)
+
+
+def _key_major(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """[B, kv, group, T, D] against [B, kv, 1, T, D]."""
+    b, h, t, d = q.shape
+    q = q.view(b, k.shape[1], -1, t, d)
+    scores = q @ k[:, :, None].mT * 0.3 + low(mask)[:, None]
+    return (scores.softmax(-1) @ v[:, :, None]).reshape(b, h, t, d)
+
+
+def _one_key_many_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k[:, :1].mT * 0.3 + low(mask)).softmax(-1) @ v
+
+
+def _weights_too(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    weights = (q @ k.mT * 0.3 + low(mask)).softmax(-1)
+    return weights @ v + weights.mean()
+
+
+def _over_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + low(mask)).softmax(-2) @ v
+
+
+def _swapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """k and q change places: the mask is read over the same dims."""
+    return (k @ q.mT * 0.3 + low(mask)).softmax(-1) @ v
+
+
+def _no_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(~mask, 0.0) @ v
+
+
+def _shifted_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.3 + low(mask)
+    return (scores - scores.max(-1, keepdim=True).values).softmax(-1) @ v
+
+
+def _nowhere_left(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Keys one step back: query t never sees itself."""
+    k, v = (F.pad(x, (0, 0, 1, 0))[:, :, :-1] for x in (k, v))
+    return sdpa(q, k, v, mask)
+
+
+def attending(function: Callable[..., Tensor], pad: str = "mixed", **settings: Any) -> Callable[[], Case]:
+    return lambda: on(Toy(attend=function, **settings), batch(pad=pad))
+
+
+class Sinks(Toy):
+    """Attention sinks, one logit a head."""
+
+    def __init__(self) -> None:
+        super().__init__(attend=self.sunk, extra={"sinks": (2,)})
+
+    def sunk(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.3 + low(mask)
+        column = self.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+        joined = torch.cat([scores, column], dim=-1)
+        return joined.softmax(-1)[..., :-1] @ v
+
+
+GROUPED = {"heads": 4, "kv_heads": 2}
+many(
+    ("scores_written_out", "packed", attending(written_out)),
+    ("scores_filled", "packed", attending(_filled, pad="right")),
+    ("scores_filled_with_zero", "attention-form", attending(_filled_with_zero)),
+    ("scores_scaled_after_mask", "attention-form", attending(_scaled_after_mask)),
+    ("softcap", "packed", attending(_capped)),
+    ("scaled_after_softcap", "attention-form", attending(_scaled_after_cap)),
+    ("softcap_with_another_factor", "attention-form", attending(_cap_with_another_factor)),
+    ("einsum", "mixes-tokens", attending(_einsum)),
+    ("bmm_with_padding", "attention-form", attending(_bmm)),
+    ("bmm_causal", "packed", attending(_merged_causal, pad="none")),
+    ("grouped_heads", "packed", attending(sdpa, **GROUPED)),
+    ("one_key_head", "packed", attending(sdpa, heads=4, kv_heads=1)),
+    ("repeat_interleave", "packed", attending(_interleaved, **GROUPED)),
+    ("tiled_heads", "packed", attending(_tiled, **GROUPED)),
+    ("groups_before_key_heads", "attention-heads", attending(_group_major, **GROUPED)),
+    ("key_heads_before_groups", "packed", attending(_key_major, **GROUPED)),
+    ("one_key_head_many_values", "attention-heads", attending(_one_key_many_values)),
+    ("attention_weights_used", "attention-form", attending(_weights_too)),
+    ("softmax_over_queries", "attention-form", attending(_over_queries)),
+    ("keys_and_queries_swapped", "packed", attending(_swapped)),
+    ("attention_without_softmax", "attention-form", attending(_no_softmax)),
+    ("scores_shifted", "packed", attending(_shifted_scores)),
+    ("keys_one_step_back", "mixes-tokens", attending(_nowhere_left)),
+    ("sinks", "packed", lambda: on(Sinks(), batch(pad="mixed"))),
+)
+
+
+@trap("attention-weights")
+def attention_weights_returned() -> Case:
+    class Telling(Toy):
+        def forward(self, ids: Tensor, mask: Tensor) -> Any:
+            told = []
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+                told.append((q @ k.mT * 0.3 + low(seen)).softmax(-1))
+                return told[-1] @ v
+
+            h, seen = self.tokens(ids), causal_and_padding(ids, mask)
+            for layer in self.layers:
+                h = layer(h, seen, attend)
+            return self.head(h), told
+
+    b = batch(pad="none")
+    return Case(Telling(), (b.ids, b.mask), {})
+
+
+@trap("packed")
+def mask_built_in_every_layer() -> Case:
+    def attend(q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
+        return sdpa(q, k, v, causal_and_padding(*given))
+
+    return on(Toy(mask=lambda ids, mask: (ids, mask), attend=attend), batch(pad="mixed"))
+
+
+@trap("mixed-masks")
+def padding_in_one_layer_only() -> Case:
+    class Uneven(Toy):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            h = self.tokens(ids)
+            h = self.layers[0](h, None, sdpa)
+            return self.head(self.layers[1](h, causal_and_padding(ids, mask), sdpa))
+
+    return on(Uneven(), batch())
+
+
+@trap("packed")
+def window_in_one_layer_only() -> Case:
+    class Uneven(Toy):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            h, seen = self.tokens(ids), causal_and_padding(ids, mask)
+            q, k = at(ids)
+            h = self.layers[0](h, seen, sdpa)
+            return self.head(self.layers[1](h, seen & (q - k < 3), sdpa))
+
+    return on(Uneven(), batch(pad="mixed", holes=True))
+
+
+@trap("dense-input")
+def cross_attention() -> Case:
+    class Crossed(Toy):
+        def forward(self, ids: Tensor, mask: Tensor, memory: Tensor) -> Tensor:
+            h = self.layers[0](self.tokens(ids), causal_and_padding(ids, mask), sdpa)
+            k = self.layers[1].split(memory, 2)
+            return self.head(h + sdpa(self.layers[1].split(h, 2), k, k, None).transpose(1, 2).flatten(2))
+
+    return on(Crossed(), batch(), torch.randn(6, 9, 12, dtype=torch.float64))
+
+
+@trap("dense-input")
+def cached_keys() -> Case:
+    class Cached(Toy):
+        def forward(self, ids: Tensor, mask: Tensor, past: Tensor) -> Tensor:
+            def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+                k, v = torch.cat([past, k], dim=2), torch.cat([past, v], dim=2)
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+            length = ids.shape[1]
+            seen = torch.ones(length, length + 3, dtype=torch.bool).tril(3)
+            return self.head(self.layers[0](self.tokens(ids), seen, attend))
+
+    return on(Cached(), batch(pad="none"), torch.randn(6, 2, 3, 6, dtype=torch.float64))
+
+
+# ---- positions, tables, constants ------------------------------------------------------------------------
+
+
+class Placed(Toy):
+    """Positions given by the caller."""
+
+    def __init__(self, first: bool = False) -> None:
+        def embed(model: Toy, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+            if first:
+                return model.places(positions) + model.tokens(ids)
+            return model.tokens(ids) + model.places(positions)
+
+        super().__init__(embed=embed, middle=lambda h, *_: h, tail=lambda x, *_: x)
+
+
+def _counted(b: Batch) -> Tensor:
+    return (b.mask.cumsum(1) - 1).clamp(min=0)
+
+
+class Tabled(Toy):
+    """A learned table by column in several spellings."""
+
+    def __init__(self, read: Callable[[Tensor, int], Tensor], rows: int = 32) -> None:
+        def embed(model: Toy, ids: Tensor, *_: Any) -> Tensor:
+            return model.tokens(ids) + read(model.table, ids.shape[1])
+
+        super().__init__(embed=embed, extra={"table": (rows, WIDTH)})
+
+
+class TwoTables(Toy):
+    """cos[:T] and sin[:T], as rotary embeddings cache them."""
+
+    def __init__(self, rows: tuple[int, int]) -> None:
+        def embed(model: Toy, ids: Tensor, *_: Any) -> Tensor:
+            length = ids.shape[1]
+            return model.tokens(ids) * model.one[:length] + model.two[:length]
+
+        super().__init__(embed=embed, extra={"one": (rows[0], WIDTH), "two": (rows[1], WIDTH)})
+
+
+class Literal(Toy):
+    """A tensor written in the model."""
+
+    def __init__(self, values: list[float]) -> None:
+        def embed(model: Toy, ids: Tensor, *_: Any) -> Tensor:
+            return model.tokens(ids) * torch.tensor(values, dtype=torch.float64)[:, None]
+
+        super().__init__(embed=embed)
+
+
+def table(read: Callable[[Tensor, int], Tensor], rows: int = 32, pad: str = "mixed") -> Callable[[], Case]:
+    return lambda: on(Tabled(read, rows), batch(pad=pad))
+
+
+many(
+    ("positions_by_row", "packed", lambda: on(Placed(), batch(pad="left"), _counted(batch(pad="left")))),
+    ("positions_one_row", "packed", lambda: on(Placed(), batch(pad="mixed"), torch.arange(9)[None])),
+    (
+        "positions_looked_up_first",
+        "packed",
+        lambda: on(Placed(first=True), batch(pad="mixed"), torch.arange(9)[None]),
+    ),
+    ("positions_flat", "packed", lambda: on(Placed(first=True), batch(pad="mixed"), torch.arange(9))),
+    ("table_slice", "packed", table(lambda p, t: p[:t])),
+    ("table_of_this_length", "packed", table(lambda p, t: p, rows=9)),
+    ("table_by_arange", "packed", table(lambda p, t: p[torch.arange(t)])),
+    ("table_with_offset", "packed", table(lambda p, t: p[2 : t + 2])),
+    ("table_by_arange_with_offset", "packed", table(lambda p, t: p[torch.arange(t) + 2])),
+    ("table_reversed", "packed", table(lambda p, t: p[t - 1 - torch.arange(t)])),
+    ("table_from_the_end", "table-offset", table(lambda p, t: p[-t:])),
+    ("table_summed", "packed", table(lambda p, t: p[:t].sum(0))),
+    ("table_centred", "mixes-tokens", table(lambda p, t: p[:t] - p[:t].mean(0))),
+    ("two_tables", "packed", lambda: on(TwoTables((32, 32)), batch(pad="mixed"))),
+    ("two_tables_of_other_sizes", "misaligned", lambda: on(TwoTables((32, 40)), batch(pad="mixed"))),
+    ("literal_by_column", "packed", lambda: on(Literal([0.1 * i for i in range(9)]), batch(pad="mixed"))),
+    (
+        "literal_by_column_one_row",
+        "packed",
+        lambda: on(Literal([0.1 * i for i in range(9)]), batch(count=1, pad="none")),
+    ),
+)
+
+
+@trap("packed")
+def rotary_by_batch_maximum() -> Case:
+    """Angles scaled by the longest row of the batch (dynamic NTK)."""
+
+    def embed(model: Toy, ids: Tensor, mask: Tensor) -> Tensor:
+        longest = mask.sum(1).max()
+        angle = torch.arange(ids.shape[1])[:, None] * 0.5 ** torch.arange(WIDTH) / longest
+        return model.tokens(ids) * angle.cos() + model.tokens(ids).roll(1, -1) * angle.sin()
+
+    return on(Toy(embed=embed), batch(pad="mixed"))
+
+
+@trap("row-value")
+def row_length_inside_the_model() -> Case:
+    return on(Toy(middle=lambda h, ids, mask: h / mask.sum(1)[:, None, None]), batch())
+
+
+@trap("row-value")
+def adapter_by_row() -> Case:
+    class Adapted(Toy):
+        def __init__(self) -> None:
+            super().__init__(extra={"a": (3, 12, 12)})
+
+        def forward(self, ids: Tensor, mask: Tensor, which: Tensor) -> Tensor:
+            seen = causal_and_padding(ids, mask)
+            h = self.layers[0](self.tokens(ids), seen, sdpa)
+            return self.head(self.layers[1](h + h @ self.a[which], seen, sdpa))
+
+    return on(Adapted(), batch(), torch.tensor([0, 1, 2, 0, 1, 2]))
+
+
+@trap("packed")
+def adapter_by_position() -> Case:
+    """The same index given for every position is part of the key: rows with other adapters share nothing."""
+
+    class Adapted(Toy):
+        def __init__(self) -> None:
+            super().__init__(extra={"a": (3, 12)})
+
+        def forward(self, ids: Tensor, mask: Tensor, which: Tensor) -> Tensor:
+            seen = causal_and_padding(ids, mask)
+            h = self.layers[0](self.tokens(ids), seen, sdpa)
+            return self.head(self.layers[1](h + F.embedding(which, self.a), seen, sdpa))
+
+    return on(Adapted(), batch(), torch.tensor([0, 1, 0, 0, 0, 2])[:, None].expand(6, 9).contiguous())
+
+
+@trap("packed")
+def weight_by_position() -> Case:
+    """A float input that reaches attention is a key, by its bits."""
+
+    class Weighted(Toy):
+        def forward(self, ids: Tensor, mask: Tensor, w: Tensor) -> Tensor:
+            h = self.tokens(ids) * w[..., None]
+            for layer in self.layers:
+                h = layer(h, causal_and_padding(ids, mask), sdpa)
+            return self.head(h)
+
+    b = batch()
+    return on(Weighted(), b, (b.ids % 3).double() + (torch.arange(6) == 4).double()[:, None])
+
+
+@trap("packed")
+def length_in_the_formula() -> Case:
+    return on(Toy(middle=lambda h, ids, mask: h / h.shape[1]), batch())
+
+
+# ---- more keys -------------------------------------------------------------------------------------------
+
+
+class Documents(Toy):
+    """Attention inside of a document only, by restarting positions or ids."""
+
+    def forward(self, ids: Tensor, documents: Tensor) -> Tensor:
+        q, k = at(ids)
+        seen = ((k <= q) & (documents[:, :, None] == documents[:, None, :]))[:, None]
+        h = self.tokens(ids)
+        for layer in self.layers:
+            h = layer(h, seen, sdpa)
+        return self.head(h)
+
+
+def _restarting(b: Batch) -> Tensor:
+    starts = torch.tensor([[0, 4, 7], [0, 4, 7], [0, 3, 8], [0, 4, 7], [0, 5, 6], [0, 2, 7]])
+    position = torch.arange(9).expand(6, 9)
+    begin = torch.zeros(6, 9, dtype=torch.int64)
+    for row, cuts in enumerate(starts.tolist()):
+        for cut in cuts:
+            begin[row, cut:] = cut
+    return position - begin
+
+
+@trap("packed")
+def document_ids() -> Case:
+    b = batch(pad="none")
+    return Case(Documents(), (b.ids, (_restarting(b) == 0).long().cumsum(1)), {})
+
+
+@trap("packed")
+def document_ids_a_b_a() -> Case:
+    b = batch(pad="none")
+    return Case(Documents(), (b.ids, torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 0]).expand(6, 9).contiguous()), {})
+
+
+@trap("packed")
+def restarting_positions() -> Case:
+    class Restarting(Documents):
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            return super().forward(ids, (positions == 0).long().cumsum(1))
+
+    b = batch(pad="none")
+    return Case(Restarting(), (b.ids, _restarting(b)), {})
+
+
+@trap("packed")
+def restarting_positions_one_row() -> Case:
+    class Restarting(Documents):
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            return super().forward(ids, (positions == 0).long().cumsum(1))
+
+    b = batch(pad="none")
+    return Case(Restarting(), (b.ids, _restarting(b)[:1]), {})
+
+
+@trap("packed")
+def ids_without_the_last() -> Case:
+    class Trained(Toy):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            logits = super().forward(ids[:, :-1], mask[:, :-1])
+            picked = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            return picked * mask[:, 1:]
+
+    b = batch(pad="right")
+    return Case(Trained(), (b.ids, b.mask), {})
+
+
+@trap("packed")
+def chosen_and_rejected_as_one_batch() -> Case:
+    class Paired(Toy):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            logits = super().forward(ids, mask)
+            picked = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) * mask[:, 1:]
+            good, bad = picked.sum(1).chunk(2)
+            return F.logsigmoid(good - bad).mean()
+
+    b = batch(pad="right")
+    return Case(Paired(), (b.ids, b.mask), {})
+
+
+@trap("packed")
+def two_grids_in_one_graph() -> Case:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.toy = Toy()
+
+        def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+            return self.toy(a, b).sum() - self.toy(c, d).sum()
+
+    a, b = batch(pad="right"), batch(count=4, length=7, pad="right", seed=3)
+    return Case(Two(), (a.ids, a.mask, b.ids, b.mask), {})
+
+
+@trap("row-value")
+def two_grids_with_one_batch() -> Case:
+    """Chosen and rejected rows as two grids: the batch is one axis, the sequences are two."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.toy = Toy()
+
+        def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+            return F.logsigmoid(self.toy(a, b).sum((1, 2)) - self.toy(c, d).sum((1, 2))).mean()
+
+    a, b = batch(pad="right"), batch(length=7, pad="right", seed=3)
+    return Case(Two(), (a.ids, a.mask, b.ids, b.mask), {})
+
+
+@trap("packed")
+def policy_and_reference_in_one_graph() -> Case:
+    policy, reference = Toy(), Toy(heads=3)
+    for p in reference.parameters():
+        p.requires_grad_(False)
+
+    def step(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        index = labels.clamp(min=0)[..., None]
+        with torch.no_grad():
+            old = reference(ids, mask).log_softmax(-1).gather(-1, index).squeeze(-1)
+        new = policy(ids, mask).log_softmax(-1).gather(-1, index).squeeze(-1)
+        ratio = (new - old).exp()
+        return (ratio * (labels != -100)).sum()
+
+    b = batch(pad="mixed")
+    return Case(step, (b.ids, b.mask, b.labels), {"modules": (policy, reference)})
+
+
+@trap("no-token-ids")
+def embeddings_with_gradients() -> Case:
+    class Embedded(Toy):
+        def forward(self, h: Tensor) -> Tensor:
+            for layer in self.layers:
+                h = layer(h, None, sdpa)
+            return self.head(h)
+
+    return Case(Embedded(), (torch.randn(4, 6, WIDTH, dtype=torch.float64, requires_grad=True),), {})
+
+
+@trap("no-rule")
+def image_features_scattered() -> Case:
+    class Seeing(Toy):
+        def __init__(self) -> None:
+            def embed(model: Toy, ids: Tensor, mask: Tensor, image: Tensor) -> Tensor:
+                h = model.tokens(ids)
+                return h.masked_scatter((ids == BAD)[..., None].expand_as(h), image)
+
+            super().__init__(embed=embed, middle=lambda h, *_: h, tail=lambda x, *_: x)
+
+    b = batch()
+    return on(
+        Seeing(), b, torch.randn(int((b.ids == BAD).sum()), WIDTH, dtype=torch.float64, requires_grad=True)
+    )
+
+
+# ---- in place --------------------------------------------------------------------------------------------
+
+
+def _fresh(h: Tensor, *_: Any) -> Tensor:
+    h = h.clone()
+    h.mul_(2.0).add_(1.0)
+    return h
+
+
+def _through_dropout(h: Tensor, *_: Any) -> Tensor:
+    """Idle dropout returns its operand: both names change."""
+    h = h * 1
+    y = F.dropout(h, 0.0)
+    y.add_(1.0)
+    return h + y
+
+
+def _through_view(h: Tensor, *_: Any) -> Tensor:
+    h = h * 1
+    h.view(-1).mul_(2.0)
+    return h
+
+
+def _through_type_as(h: Tensor, *_: Any) -> Tensor:
+    h = h * 1
+    h.type_as(h).add_(1.0)
+    return h
+
+
+def _features_assigned(h: Tensor, *_: Any) -> Tensor:
+    new = h.clone()
+    new[..., :3] = h[..., 3:6] * 2
+    return new
+
+
+def _row_assigned(h: Tensor, *_: Any) -> Tensor:
+    h = h.clone()
+    h[1] = 0
+    return h
+
+
+many(
+    ("in_place_on_a_clone", "packed", middle(_fresh)),
+    ("in_place_through_dropout", "in-place", middle(_through_dropout, numbers=False)),
+    ("in_place_through_a_view", "in-place", middle(_through_view)),
+    ("in_place_through_type_as", "in-place", middle(_through_type_as)),
+    ("features_assigned", "packed", middle(_features_assigned)),
+    ("row_assigned", "in-place", middle(_row_assigned)),
+)
+
+
+# ---- layouts of the hidden states ------------------------------------------------------------------------
+
+
+def _unbound(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    return sdpa(*torch.stack([q, k, v]).unbind(0), mask)
+
+
+class Fused(Toy):
+    """One projection for q, k and v, over flattened tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(extra={"qkv": (WIDTH, 3 * WIDTH)})
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        b, t = ids.shape
+        h = self.tokens(ids)
+        q, k, v = (h.view(-1, WIDTH) @ self.qkv).view(b, t, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        h = h + sdpa(q, k, v, causal_and_padding(ids, mask)).transpose(1, 2).reshape(b, t, WIDTH)
+        return self.head(h.view(b * t, WIDTH)).view(b, t, -1)
+
+
+class TimeFirst(Toy):
+    """Hidden states as [T, B, H]."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h = self.tokens(ids).transpose(0, 1).contiguous()
+        seen = causal_and_padding(ids, mask)
+        for layer in self.layers:
+            h = layer(h.transpose(0, 1), seen, sdpa).transpose(0, 1)
+        return self.head(h).transpose(0, 1)
+
+
+class Experts(Toy):
+    """Top-k routing, written densely."""
+
+    def __init__(self) -> None:
+        def route(h: Tensor, *_: Any) -> Tensor:
+            flat = h.view(-1, WIDTH)
+            weight, index = (flat @ self.router).softmax(-1).topk(2, -1)
+            gate = torch.zeros(flat.shape[0], 4, dtype=h.dtype).scatter(1, index, weight)
+            out = F.gelu((flat[:, None, None, :] @ self.experts).squeeze(2))
+            return h + (out * gate[..., None]).sum(1).view_as(h)
+
+        super().__init__(middle=route, extra={"router": (WIDTH, 4), "experts": (4, WIDTH, WIDTH)})
+
+
+class BalancedExperts(Experts):
+    """With the load-balancing loss over all tokens."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
+        logits = super().forward(ids, mask)
+        probs = (self.tokens(ids).view(-1, WIDTH) @ self.router).softmax(-1)
+        load = F.one_hot(probs.topk(2, -1).indices, 4).double().mean((0, 1))
+        return logits, (load * probs.mean(0)).sum()
+
+
+@trap("cut-sequence")
+def chunks_of_the_sequence() -> Case:
+    def chunked(h: Tensor, *_: Any) -> Tensor:
+        b, t, w = h.shape
+        return h + h.view(b, t // 3, 3, w).mean(2, keepdim=True).expand(b, t // 3, 3, w).reshape(b, t, w)
+
+    return on(Toy(middle=chunked), batch(pad="none"))
+
+
+many(
+    ("stacked_and_unbound", "packed", attending(_unbound)),
+    ("fused_projection", "packed", lambda: on(Fused(), batch(pad="mixed"))),
+    ("time_first", "packed", lambda: on(TimeFirst(), batch(pad="mixed"))),
+    ("experts", "packed", lambda: on(Experts(), batch(pad="mixed"))),
+    ("experts_with_balancing_loss", "packed", lambda: on(BalancedExperts(), batch(pad="right"))),
+)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal: forward the identity, backward minus two times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -2 * grad
+
+
+class RowScaled(torch.autograd.Function):
+    """A gradient that mixes tokens though the forward does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / (1 + grad.abs().amax(1, keepdim=True))
+
+
+def _straight_through(h: Tensor, *_: Any) -> Tensor:
+    return h + (h.round() - h).detach()
+
+
+class Checkpointed(Toy):
+    """Every layer under activation checkpointing; nested once."""
+
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        self.nested = nested
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        seen = causal_and_padding(ids, mask)
+        h = self.tokens(ids)
+        if self.nested:
+
+            def both(h: Tensor) -> Tensor:
+                h = checkpoint(self.layers[0], h, seen, sdpa, use_reentrant=False)
+                return self.layers[1](h, seen, sdpa)
+
+            return self.head(checkpoint(both, h, use_reentrant=False))
+        for layer in self.layers:
+            h = checkpoint(layer, h, seen, sdpa, use_reentrant=False)
+        return self.head(h)
+
+
+class Autocast(Toy):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids, mask)
+
+
+def single(model: Toy) -> Toy:
+    return model.float()
+
+
+BF16 = {"tolerance": 3e-2, "floor": 1.0}
+many(
+    ("detached", "packed", middle(lambda h, *_: h + h.detach() * 0.5)),
+    ("straight_through", "packed", middle(_straight_through)),
+    ("gradient_reversal", "autograd-function", middle(lambda h, *_: Reversed.apply(h))),
+    ("gradient_that_mixes_tokens", "autograd-function", middle(lambda h, *_: RowScaled.apply(h))),
+    ("checkpointed", "packed", lambda: on(Checkpointed(), batch(pad="mixed"))),
+    ("checkpointed_nested", "packed", lambda: on(Checkpointed(nested=True), batch(pad="mixed"))),
+    ("autocast_inside", "packed", lambda: on(single(Autocast(mask=causal_and_padding)), batch(), **BF16)),
+    (
+        "autocast_outside",
+        "packed",
+        lambda: on(single(Toy()), batch(), around=lambda: torch.autocast("cpu", torch.bfloat16), **BF16),
+    ),
+)
+
+
+@trap("packed")
+def frozen_layers() -> Case:
+    model = Toy()
+    model.layers[0].requires_grad_(False)
+    return on(model, batch())
+
+
+# ---- losses in the graph ---------------------------------------------------------------------------------
+
+
+class Loss(Toy):
+    """A loss of (logits, ids, mask, labels, weights)."""
+
+    def __init__(self, loss: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(tail=lambda x, *_: x, **settings)
+        self.loss = loss
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, weights: Tensor) -> Any:
+        return self.loss(super().forward(ids, mask), ids, mask, labels, weights)
+
+
+def loss(function: Callable[..., Any], pad: str = "mixed", **settings: Any) -> Callable[[], Case]:
+    """Losses are exact wherever they read, padding included."""
+
+    def build() -> Case:
+        b = batch(pad=pad)
+        return Case(Loss(function), (b.ids, b.mask, b.labels, b.weights), settings)
+
+    return build
+
+
+def _flat(x: Tensor, labels: Tensor, **settings: Any) -> Tensor:
+    return F.cross_entropy(x[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1), **settings)
+
+
+def _far(labels: Tensor) -> Tensor:
+    return torch.where(labels == -100, 999, labels)
+
+
+def _selected(x: Tensor, labels: Tensor) -> Tensor:
+    return x.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+
+
+def _logsumexp(x: Tensor, labels: Tensor) -> Tensor:
+    return x.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) - x.logsumexp(-1)
+
+
+def _warm(x: Tensor, labels: Tensor) -> Tensor:
+    """Temperature per row, then a vocabulary mask: V divides by B * T."""
+    temperature = 1.0 + torch.arange(x.shape[0], dtype=torch.float64)[:, None, None]
+    return (x / temperature) * (torch.arange(VOCAB) != 2)
+
+
+def _entropy(x: Tensor) -> Tensor:
+    logs = x.log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1)
+
+
+many(
+    ("cross_entropy_mean", "packed", loss(lambda x, i, m, y, w: _flat(x, y))),
+    ("cross_entropy_sum", "packed", loss(lambda x, i, m, y, w: _flat(x, y, reduction="sum"))),
+    ("cross_entropy_none", "packed", loss(lambda x, i, m, y, w: _flat(x, y, reduction="none"))),
+    ("cross_entropy_far_ignored", "packed", loss(lambda x, i, m, y, w: _flat(x, _far(y), ignore_index=999))),
+    ("cross_entropy_smoothed", "packed", loss(lambda x, i, m, y, w: _flat(x, y, label_smoothing=0.1))),
+    ("cross_entropy_of_ids", "packed", loss(lambda x, i, m, y, w: _flat(x, i))),
+    ("cross_entropy_of_ids_left", "packed", loss(lambda x, i, m, y, w: _flat(x, i), pad="left")),
+    ("cross_entropy_of_ids_here", "packed", loss(lambda x, i, m, y, w: F.cross_entropy(x.mT, i))),
+    (
+        "cross_entropy_of_ids_here_none",
+        "packed",
+        loss(lambda x, i, m, y, w: F.cross_entropy(x.mT, i, reduction="none") * m),
+    ),
+    ("cross_entropy_classes_second", "packed", loss(lambda x, i, m, y, w: F.cross_entropy(x.mT, y))),
+    (
+        "cross_entropy_classes_second_none",
+        "packed",
+        loss(lambda x, i, m, y, w: F.cross_entropy(x.mT, y, reduction="none") * w),
+    ),
+    (
+        "cross_entropy_probabilities",
+        "packed",
+        loss(lambda x, i, m, y, w: F.cross_entropy(x.flatten(0, 1), x.flatten(0, 1).softmax(-1))),
+    ),
+    ("selected_log_probs", "packed", loss(lambda x, i, m, y, w: (_selected(x, y) * w).sum())),
+    ("selected_by_logsumexp", "packed", loss(lambda x, i, m, y, w: (_logsumexp(x, y) * w).sum())),
+    (
+        "loss_mask_by_where",
+        "packed",
+        loss(lambda x, i, m, y, w: torch.where(y != -100, _selected(x, y), 0.0).sum()),
+    ),
+    (
+        "loss_mask_by_fill",
+        "packed",
+        loss(lambda x, i, m, y, w: _selected(x, y).masked_fill(y == -100, 0.0).mean()),
+    ),
+    ("loss_mask_by_index", "packed", loss(lambda x, i, m, y, w: _selected(x, y)[m.bool()].sum())),
+    ("loss_without_mask", "packed", loss(lambda x, i, m, y, w: _selected(x, y).mean())),
+    ("loss_time_first", "packed", loss(lambda x, i, m, y, w: (x.transpose(0, 1) * w.t()[..., None]).sum())),
+    (
+        "loss_time_first_other_mask",
+        "packed",
+        loss(lambda x, i, m, y, w: ((x * 2).transpose(0, 1) * (1 - m).t()[..., None]).sum()),
+    ),
+    ("loss_with_entropy", "packed", loss(lambda x, i, m, y, w: (_entropy(x) * m).sum() / m.sum())),
+    ("temperature_by_row", "packed", loss(lambda x, i, m, y, w: _selected(_warm(x, y), y).sum())),
+    (
+        "loss_by_row_mean",
+        "packed",
+        loss(lambda x, i, m, y, w: ((_selected(x, y) * m).sum(1) / m.sum(1)).mean()),
+    ),
+    ("advantage_by_row", "packed", loss(lambda x, i, m, y, w: (_selected(x, y) * m * w[:, :1]).sum())),
+    (
+        "top_one",
+        "packed",
+        loss(lambda x, i, m, y, w: ((x.argmax(-1) == y) & (y != -100)).sum() + (x * w[..., None]).sum()),
+    ),
+)
