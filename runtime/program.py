@@ -95,7 +95,8 @@ class ExpandSpec:
         for count in self.groups:
             shape.append(int(np.prod(out.shape[i : i + count], dtype=np.int64)))
             i += count
-        return out.reshape(shape)
+        expanded: Tensor = out.reshape(shape)
+        return expanded
 
 
 def _positions(source: list[str], axes: tuple[Any, ...]) -> list[int]:
@@ -276,7 +277,8 @@ class TreeProgram:
 def _paired(a: Tensor, b: Tensor) -> Tensor:
     """One id per pair of ids."""
     both = torch.stack([a.flatten(), b.flatten()])
-    return torch.unique(both, dim=1, return_inverse=True)[1].reshape(a.shape)
+    paired: Tensor = torch.unique(both, dim=1, return_inverse=True)[1].reshape(a.shape)
+    return paired
 
 
 def _grid_shape(ids: Tensor) -> tuple[int, int]:
