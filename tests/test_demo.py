@@ -174,7 +174,7 @@ def test_missing_gradients_break_the_law() -> None:
 
 
 def test_microbatches_divide_the_rows() -> None:
-    assert default_microbatches(12) == (2, 4, 12)
+    assert default_microbatches(12) == (1, 2, 4, 12)
     assert default_microbatches(7) == (1, 7)
     assert default_microbatches(1) == (1,)
 
