@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+def contract(infer: Infer, a: Dim, b: Dim) -> None:
+    """Sum over a dim of both operands: it is mixed on either side, proved equal or not."""
+    infer.pair(a, b)
+    infer.mix(a)
+    infer.mix(b)
+
+
 def infer_linear(infer: Infer, node: fx.Node) -> Facts:
     x, weight = infer.dims(node.args[0]), infer.dims(node.args[1])
-    infer.mix(infer.pair(x[-1], weight[-1]))
+    contract(infer, x[-1], weight[-1])
     out: Dims = (*x[:-1], *weight[:-1])
     if len(node.args) > 2 and node.args[2] is not None:
         infer.pair(out[-1], infer.dims(node.args[2])[-1])
@@ -30,10 +37,10 @@ def product(infer: Infer, a: Dims, b: Dims) -> Dims:
     """Dims of ``a @ b``."""
     if len(a) == 1 or len(b) == 1:
         row, col = len(a) > 1, len(b) > 1
-        infer.mix(infer.pair(a[-1], b[-2] if col else b[-1]))
+        contract(infer, a[-1], b[-2] if col else b[-1])
         return (*(a[:-1] if row else ()), *((*b[:-2], b[-1]) if col else ()))
     batch = infer.broadcast(a[:-2], b[:-2])
-    infer.mix(infer.pair(a[-1], b[-2]))
+    contract(infer, a[-1], b[-2])
     return (*batch, a[-2], b[-1])
 
 
@@ -56,9 +63,8 @@ def infer_einsum(infer: Infer, node: fx.Node) -> Facts:
     for term, operand in zip(left.split(","), operands, strict=True):
         for letter, dim in zip(term, infer.dims(operand), strict=True):
             letters[letter] = infer.pair(letters[letter], dim) if letter in letters else dim
-    for letter, dim in letters.items():
-        if letter not in right:
-            infer.mix(dim)
+            if letter not in right:
+                infer.mix(dim)
     return Facts([tuple(letters[letter] for letter in right)])
 
 
