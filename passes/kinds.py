@@ -534,7 +534,22 @@ class Kinds:
             "pass token ids instead of embeddings, or call the op that uses it after the model",
         )  # fmt: skip
 
+    def _refuse_weights(self) -> None:
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        for node in self.graph.nodes:
+            if node.op == "call_function" and self.values[node].kind is Kind.PAIR:
+                for user in node.users:
+                    if user is output or self.values[user].kind is Kind.PRIVATE:
+                        raise Refusal(
+                            reason_at(
+                                node, "attention-weights", "attention weights are read outside of an attention",
+                                "the tree never forms the [T, T] matrix",
+                                "call without output_attentions, or compute them outside of the compiled region",
+                            )  # fmt: skip
+                        )
+
     def _check(self) -> None:
+        self._refuse_weights()
         if not self.sites:
             meets = any(n.op == "call_function" and self._mixes(n) for n in self.graph.nodes)
             private = next((v.reason for v in self.values.values() if v.kind is Kind.PRIVATE and v.reason), None)
@@ -557,18 +572,6 @@ class Kinds:
                         "use the same attention mask in every layer (windows may differ)",
                     )  # fmt: skip
                 )
-        output = next(n for n in self.graph.nodes if n.op == "output")
-        for node in self.graph.nodes:
-            if node.op == "call_function" and self.values[node].kind is Kind.PAIR:
-                for user in node.users:
-                    if user is output or self.values[user].kind is Kind.PRIVATE:
-                        raise Refusal(
-                            reason_at(
-                                node, "attention-weights", "attention weights are read outside of an attention",
-                                "the tree never forms the [T, T] matrix",
-                                "call without output_attentions, or compute them outside of the compiled region",
-                            )  # fmt: skip
-                        )
 
     # ---- attention ------------------------------------------------------------------------------------------------
 

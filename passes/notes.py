@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,8 @@ class Exit:
         name: of the captured node.
         shape, packed: its shape on the grid, and packed.
         where, source: the user's line that computes it.
-        reason: why its reader cannot be packed; None for an output of the graph.
+        output: whether it is an output of the graph.
+        reason: why a reader of it cannot be packed; None if it is read for what belongs to rows, or an output.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Exit:
     packed: str
     where: str
     source: str
+    output: bool
     reason: Reason | None
 
 
@@ -122,6 +124,13 @@ def shape_text(kinds: Kinds, node: fx.Node, packed: bool) -> str:
     return f"{dtype_text(value.dtype)}[{', '.join(_dim_text(kinds, d, packed) for d in kinds.dims(node))}]"
 
 
+def _packed_shape(kinds: Kinds, node: fx.Node) -> str:
+    """The shape of what stands for a captured node: M positions where entries are read per position."""
+    if kinds.values[node].form in ("gather", "cross_entropy"):
+        return f"{dtype_text(value_of(kinds.values[node].data[0]).dtype)}[M]"
+    return shape_text(kinds, node, packed=True)
+
+
 def _dim_text(kinds: Kinds, dim: Dim, packed: bool) -> str:
     parts: list[str] = []
     size = 1
@@ -130,7 +139,8 @@ def _dim_text(kinds: Kinds, dim: Dim, packed: bool) -> str:
         if kinds.is_batch(axis):
             parts += [] if packed else ["B"]
         elif region is not None:
-            whole, part = ("N", "H") if packed else ("T", f"T{region_text(region)}")
+            cut = region_text(region).replace("[:, ", "[")
+            whole, part = ("N", "H") if packed else ("T", f"T{cut}")
             parts.append(whole if region == WHOLE else part)
         elif axis.find().size.is_number:
             size *= int(axis.find().size)
@@ -207,19 +217,23 @@ def _after(kinds: Kinds, node: fx.Node, form: str) -> str:
     return f"index_select by column  {shape}"
 
 
-def exits(kinds: Kinds, readers: dict[fx.Node, fx.Node | None]) -> list[Exit]:
+def exits(kinds: Kinds, frontier: Iterable[fx.Node], used: Container[fx.Node]) -> list[Exit]:
     """The values that leave the packed graph.
 
     Args:
         kinds: the classified graph.
-        readers: each such value, and the first node that reads it on the grid (None: it is an output).
+        frontier: the captured nodes of those values.
+        used: nodes that the outputs need.
     """
     out = []
-    for node, reader in readers.items():
+    for node in frontier:
         where, source = user_line(node)
-        reason = kinds.values[reader].reason if reader is not None else None
-        shapes = shape_text(kinds, node, packed=False), shape_text(kinds, node, packed=True)
-        out.append(Exit(node.name, *shapes, where, source, reason))
+        readers = [kinds.values[user].reason for user in node.users if user in used]
+        reasons: list[Reason | None] = list(dict.fromkeys(r for r in readers if r is not None))
+        output = any(user.op == "output" for user in node.users)
+        shapes = shape_text(kinds, node, packed=False), _packed_shape(kinds, node)
+        for reason in reasons or [None]:
+            out.append(Exit(node.name, *shapes, where, source, output, reason))
     return out
 
 
@@ -230,5 +244,5 @@ def mark(kinds: Kinds, env: dict[fx.Node, Any]) -> None:
         node.meta[KIND] = "rewritten" if node in env and rewritten else value.kind.value
         packed = env.get(node)
         if isinstance(packed, fx.Node) and value.kind is not Kind.OTHER:
-            packed.meta.setdefault(SHAPE, shape_text(kinds, node, packed=True))
+            packed.meta.setdefault(SHAPE, _packed_shape(kinds, node))
             packed.meta.setdefault(SOURCE, node.name)

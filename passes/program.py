@@ -178,7 +178,7 @@ def _assemble(
     frontier = tuple(_frontier(kinds, node) for node in cut.frontier)
     return Draft(
         lowered, packed, inputs, packs, constants, keys, tuple(key_nodes), tree, tail, frontier,
-        rewritten, exits(kinds, cut.readers), clock.steps,
+        rewritten, exits(kinds, cut.frontier, cut.seen), clock.steps,
     )  # fmt: skip
 
 
@@ -197,27 +197,25 @@ class _Cut:
     def __init__(self, kinds: Kinds, results: Sequence[Any]) -> None:
         self.kinds = kinds
         self.frontier: list[fx.Node] = []
-        self.readers: dict[fx.Node, fx.Node | None] = {}
-        self._seen: set[fx.Node] = set()
+        self.seen: set[fx.Node] = set()
         for result in results:
             if isinstance(result, fx.Node):
-                self._visit(result, None)
+                self._visit(result)
 
-    def _visit(self, node: fx.Node, reader: fx.Node | None) -> None:
-        stack: list[tuple[fx.Node, fx.Node | None]] = [(node, reader)]
+    def _visit(self, node: fx.Node) -> None:
+        stack = [node]
         while stack:
-            node, reader = stack.pop()
-            if node in self._seen:
+            node = stack.pop()
+            if node in self.seen:
                 continue
-            self._seen.add(node)
+            self.seen.add(node)
             value = self.kinds.values[node]
             if self._leaves_packed(node):
                 self.frontier.append(node)
-                self.readers[node] = reader
                 if value.form in ("gather", "cross_entropy"):
-                    stack.extend((a, node) for a in node.all_input_nodes if a is not value.data[0])
+                    stack.extend(a for a in node.all_input_nodes if a is not value.data[0])
             else:
-                stack.extend((a, node) for a in node.all_input_nodes)
+                stack.extend(node.all_input_nodes)
 
     def _leaves_packed(self, node: fx.Node) -> bool:
         value = self.kinds.values[node]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from treecompile import backend, lowering, settings
 from treecompile.leaves import scope
@@ -35,15 +35,16 @@ def explain(
 ) -> Report:
     """What ``torch.compile(model, backend="tree")`` would make of a model, for one batch.
 
-    The model is captured and run forward once without gradients, its graphs as plain PyTorch; nothing is
+    The model is captured, and its graphs run forward once as plain PyTorch, without gradients; nothing is
     compiled. Parameters, gradients, compiled state, random number generators and what Dynamo knows of the
     model are left as they were (what a forward pass itself changes, such as the statistics of a BatchNorm,
     changes).
 
     Args:
-        model: a module, a bound method or a function; one that is compiled already is explained as it was
-        before. *args: of its forward pass. options: as for the backend; see
-        :class:`treecompile.options.Options`. **kwargs: of its forward pass.
+        model: a module, a bound method or a function; a compiled one is explained as it was before.
+        *args: of its forward pass.
+        options: as for the backend; see :class:`treecompile.options.Options`.
+        **kwargs: of its forward pass.
 
     Returns:
         the report: ``print(report)``, ``report.supported``, ``report.reasons``, ``report["packed"]``, ...
@@ -60,7 +61,7 @@ def explain(
     call = _plain(model)
     names = _positional(call, args)
     frame = _frame(call, names)
-    with _undisturbed(), torch.no_grad():
+    with _undisturbed():
         try:
             torch.compile(frame, backend=functools.partial(_captured, probe=probe), dynamic=False)(
                 *args, **kwargs
@@ -106,14 +107,34 @@ def _captured(gm: fx.GraphModule, inputs: Sequence[Any], *, probe: _Probe) -> Ca
         draft = build(gm, fakes, backend._is_parameter)
     except Refusal as refusal:
         probe.graphs.append(GraphReport(gm, None, refusal.reason, ended_by=_break(gm)))
-        return gm
+        return _without_gradients(gm)
     probe.graphs.append(GraphReport(gm, draft, None, ended_by=_break(gm)))
+
+    plain = _without_gradients(gm)
 
     def run(*args: Any) -> Any:
         if probe.graphs[number].batch is None:
-            batch, dense = _planned(gm, draft, args, probe)
+            with torch.no_grad():
+                batch, dense = _planned(gm, draft, args, probe)
             probe.graphs[number] = GraphReport(gm, draft, None, batch, dense, _break(gm))
-        return gm(*args)
+        return plain(*args)
+
+    return run
+
+
+def _without_gradients(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The graph, recording nothing; graphs after it see values that look as in training."""
+    follows = _break(gm) is not None and torch.is_grad_enabled()
+
+    def like_training(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.requires_grad or not value.is_floating_point():
+            return value
+        return value.detach().requires_grad_().view_as(value)
+
+    def run(*args: Any) -> Any:
+        with torch.no_grad():
+            outs = gm(*args)
+        return tuple(like_training(value) for value in outs) if follows else outs
 
     return run
 
@@ -177,11 +198,15 @@ def _positional(call: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...
     named = owner.forward if isinstance(owner, nn.Module) and call == owner._call_impl else call
     try:
         signature = inspect.signature(named)
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = tuple(p.name for p in signature.parameters.values() if p.kind in kinds)[: len(args)]
+        parameters = list(signature.parameters.values())
     except (TypeError, ValueError):
         return ()
-    return names if not {"call", "args", "kwargs"} & set(names) else ()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][
+        : len(args)
+    ]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    names += [f"{rest}_{i}" for i in range(len(args) - len(names)) if rest is not None]
+    return tuple(names) if not {"call", "args", "kwargs"} & set(names) else ()
 
 
 def _frame(call: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

@@ -27,10 +27,6 @@ class _Passing(BackendCompilerFailed):
     def __init__(self, text: str) -> None:
         TorchDynamoException.__init__(self, text)
 
-    @property
-    def inner_exception(self) -> Exception:  # type: ignore[override]
-        return self
-
 
 class UnsupportedError(errors.UnsupportedError, _Passing):
     """:class:`treecompile.UnsupportedError`, raised while Dynamo compiles."""
@@ -48,7 +44,7 @@ def raise_unsupported(frame: FrameType | None, **fields: Any) -> NoReturn:
         **fields: of the error.
     """
     error = UnsupportedError(**fields)
-    error.first_useful_frame = frame
+    error.first_useful_frame, error.inner_exception = frame, errors.UnsupportedError(**fields)
     raise error
 
 
@@ -57,5 +53,5 @@ def raise_option(frame: FrameType | None, error: errors.OptionError) -> NoReturn
     passing = OptionError(
         argument=error.argument, value=error.value, remedy=error.remedy, choices=error.choices
     )
-    passing.first_useful_frame = frame
+    passing.first_useful_frame, passing.inner_exception = frame, error
     raise passing from None

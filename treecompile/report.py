@@ -393,12 +393,14 @@ def _exit_blocks(exits: Sequence[Exit]) -> list[str]:
     """One block per value that leaves the packed graph."""
     blocks: list[str] = []
     for leaving in exits:
-        how = "expanded" if leaving.packed != leaving.shape else "returned"
+        how = "read per position" if leaving.packed.endswith("[M]") else "expanded"
+        how = how if leaving.packed != leaving.shape else "returned"
         line = f"{how}{_at(leaving.where)}: {leaving.packed} -> {leaving.shape}"
         if leaving.reason is not None:
             blocks.append(f"{line}, because\n{_indent(str(leaving.reason))}")
         else:
-            blocks.append("\n".join([f"{line}, an output", *_source(leaving.source)]))
+            why = "an output" if leaving.output else "for what belongs to rows"
+            blocks.append("\n".join([f"{line}, {why}", *_source(leaving.source)]))
     return list(dict.fromkeys(blocks))
 
 

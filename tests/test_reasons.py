@@ -1,0 +1,183 @@
+"""Every reason for which a graph runs dense, from the smallest model of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import treecompile
+from tests.golden import assert_golden
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+VOCAB, WIDTH, LENGTH = 20, 8, 8
+Attend = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Model(nn.Module):
+    """Embedding, something, an attention with two heads."""
+
+    def __init__(self, inside: Callable[..., Any] = lambda x: x, attend: Attend = causal) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.memory = nn.Parameter(torch.ones(1, 2, 3, WIDTH // 2))
+        self.inside, self.attend = inside, attend
+
+    def forward(self, ids: Tensor, *more: Tensor) -> Any:
+        x = self.inside(self.embed(ids), *more)
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return self.attend(q, q, q)
+
+
+class WithoutIds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return causal(x, x, x)
+
+
+class WithoutAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids).relu()
+
+
+class Memory(nn.Module):
+    """Attends to a table, not to tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.memory = nn.Parameter(torch.ones(1, 1, 3, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q = self.embed(ids).unsqueeze(1)
+        return F.scaled_dot_product_attention(q, self.memory, self.memory, is_causal=True)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    ones = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    return (q @ k.transpose(-1, -2)).masked_fill(~ones, -1e9)
+
+
+def with_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = scores(q, k).softmax(-1)
+    return weights @ v, weights
+
+
+def checkerboard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    place = torch.arange(LENGTH)
+    mask = (place[:, None] >= place) & ((place[:, None] + place) % 2 == 0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def padded(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    place = torch.arange(LENGTH)
+    for mask in (first, second):
+        seen = (place[:, None] >= place) & mask[:, None, None, :]
+        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=seen)[:, 0]
+    return x
+
+
+def written_in_place(x: Tensor) -> Tensor:
+    halves = x.view(*x.shape[:-1], 2, -1)
+    halves.mul_(2)
+    return x
+
+
+IDS = torch.arange(1, LENGTH + 1).repeat(2, 1)
+ONES = torch.ones(2, LENGTH, dtype=torch.bool)
+
+CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
+    "dropout": ("dropout", lambda: (Model(lambda x: F.dropout(x, 0.1)), IDS)),
+    "dropout-attention": (
+        "dropout",
+        lambda: (Model(attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.1, True)), IDS),
+    ),
+    "random": ("random", lambda: (Model(lambda x: x + torch.rand_like(x)), IDS)),
+    "mixes-tokens": ("mixes-tokens", lambda: (Model(lambda x: x.flip(1)), IDS)),
+    "mixes-batch": ("mixes-tokens", lambda: (Model(lambda x: x - x.mean(0)), IDS)),
+    "no-rule": ("no-rule", lambda: (Model(lambda x: torch.cummax(x, -1)[0]), IDS)),
+    "mask": ("mask", lambda: (Model(attend=checkerboard), IDS)),
+    "not-causal": ("not-causal", lambda: (Model(attend=F.scaled_dot_product_attention), IDS)),
+    "attention-weights": (
+        "attention-weights",
+        lambda: (Model(attend=with_weights), IDS),
+    ),
+    "autograd-function": ("autograd-function", lambda: (Model(Doubled.apply), IDS)),
+    "attention-form": (
+        "attention-form",
+        lambda: (Model(attend=lambda q, k, v: scores(q, k).exp().softmax(-1) @ v), IDS),
+    ),
+    "attention-operand": ("attention-operand", lambda: (Memory(), IDS)),
+    "no-token-ids": ("no-token-ids", lambda: (WithoutIds(), torch.ones(2, 2, LENGTH, 4))),
+    "no-attention": ("no-attention", lambda: (WithoutAttention(), IDS)),
+    "in-place": ("in-place", lambda: (Model(written_in_place), IDS)),
+    "dense-input": (
+        "dense-input",
+        lambda: (Model(lambda x, soft: x + soft), IDS, torch.ones(2, LENGTH, WIDTH, requires_grad=True)),
+    ),
+    "mixed-masks": ("mixed-masks", lambda: (Model(padded), IDS, ONES, ONES.clone())),
+    "misaligned": (
+        "misaligned",
+        lambda: (Model(lambda x: torch.cat([x[:, 1:] - x[:, :-1], x[:, :1]], 1)), IDS),
+    ),
+    "row-value": (
+        "row-value",
+        lambda: (Model(lambda x, by_row: x * by_row[:, None, None]), IDS, torch.ones(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_reason(name: str) -> None:
+    slug, make = CASES[name]
+    report = treecompile.explain(*make())
+    assert not report.supported
+    assert [reason.slug for reason in report.reasons] == [slug]
+    (reason,) = report.reasons
+    assert reason.why
+    assert reason.hint
+    assert_golden(f"reason-{name}", str(reason))
+
+
+def test_every_slug_of_the_passes_is_known() -> None:
+    """Reasons that need symbolic sizes, or that only values in the tail have, are tested elsewhere."""
+    import re
+    from pathlib import Path
+
+    import treecompile.passes.kinds as kinds
+
+    elsewhere = {
+        "sliced-input",
+        "row-input",
+        "scalar",
+        "private-attention",
+        "attention-heads",
+        "symbolic-size",
+    }
+    elsewhere |= {"table-offset", "cut-sequence"}
+    folder = Path(kinds.__file__).parent
+    call = re.compile(r"reason_at\(\s*[\w.]+,\s*\"([a-z-]+)\"")
+    found = {slug for path in folder.glob("*.py") for slug in call.findall(path.read_text())}
+    assert found - elsewhere == {slug for slug, _ in CASES.values()}
