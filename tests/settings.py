@@ -115,7 +115,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         {"mode": ("checkpoint",), "cache": ("cache",)},
     ),
     Exclusion(
-        "transformers collects hidden states in a list, and Dynamo breaks the graph where a checkpointed layer does",
+        "transformers collects hidden states in a list, from inside of checkpoints: Dynamo breaks the graph",
         {"mode": ("checkpoint",), "ask": ("hidden",)},
     ),
     Exclusion(
@@ -239,6 +239,28 @@ def covering() -> tuple[Case, ...]:
             missing.pop(pair, None)
         cases.append(Case(**values))
     return tuple(cases)
+
+
+def through_inductor(*, few: bool) -> list[Case]:
+    """Three cases; or one setting of every family, and every setting of one family."""
+    some = [
+        replace(plain("qwen3"), mask="left", ask="labels"),
+        replace(plain("gemma3"), positions="arange", mode="checkpoint"),
+        replace(plain("mixtral"), mask="holes", ask="keep"),
+    ]
+    if few:
+        return some
+    cases = [plain(name) for name in FAMILIES]
+    cases += [case for case in product() if case.family == "qwen3" and _usual(case)]
+    return [case for case in dict.fromkeys(cases) if case not in some]
+
+
+def _usual(case: Case) -> bool:
+    """Plain calls, and other calls with one attention and one mask."""
+    if all(case.values()[axis] == "-" for axis in _SINGLE):
+        return True
+    mask = "none" if case.positions.startswith("packed") else "left"
+    return case.mask == mask and case.attention == "sdpa"
 
 
 # ---- batches -----------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ _attention._get_raw = _attention_backward._get_raw = True  # type: ignore[attr-d
 
 
 def matrices(model: nn.Module) -> tuple[int, int]:
-    """Weights that multiply one token: in the layers (of the experts, those that are chosen), and in the head."""
+    """Weights that multiply one token, in the layers (of experts, those it goes to) and in the head."""
     layers = head = 0
     for name, p in model.named_parameters():
         if "embed" in name or "bias" in name or p.dim() < 2:

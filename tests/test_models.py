@@ -15,6 +15,7 @@ its loss three and seven times as large, would give the same gradients without r
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 import treecompile.lowering
 from tests import law, settings
-from tests.models import FAMILIES
+from tests.models import FAMILIES, Handwritten
 from tests.settings import Case, Sample
 from treecompile import backend
 
@@ -49,21 +50,16 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _config(model: nn.Module) -> Any:
-    base = _base(model)
-    return getattr(base, "config", base)
-
-
 def choose(model: nn.Module, attention: str, experts: str) -> None:
     """Set attention and experts functions after construction: flash-attn and the like need not be there."""
-    config = _config(model)
-    if isinstance(config, nn.Module):
-        config.attention = attention
+    base = _base(model)
+    if isinstance(base, Handwritten):
+        base.attention = attention
         return
     name = {"flex": "flex_attention", "flash": "flash_attention_2"}.get(attention, attention)
-    config._attn_implementation = name
+    base.config._attn_implementation = name
     if experts != "-":
-        config._experts_implementation = experts
+        base.config._experts_implementation = experts
 
 
 def build(case: Case) -> nn.Module:
@@ -72,18 +68,22 @@ def build(case: Case) -> nn.Module:
     if case.weights == "frozen":
         for name, p in model.named_parameters():
             p.requires_grad_(not any(part in name for part in family.frozen))
-    if case.mode == "checkpoint":
-        if isinstance(_config(model), nn.Module):
-            _config(model).checkpointing = True
-        else:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
     if case.weights == "lora":
         model = _adapted(model, list(family.adapters))
-    if case.mode == "checkpoint" and family.prefix:
-        # A hook that calls requires_grad_ on embeddings: of no use without reentrant checkpoints, and Dynamo
-        # breaks the graph at it where they are frozen.
-        _base(model).disable_input_require_grads()
+    if case.mode == "checkpoint":
+        _checkpoint(_base(model))
     return model.to(dtype(case)).train()
+
+
+def _checkpoint(model: Any) -> None:
+    """Checkpoint every layer."""
+    if isinstance(model, Handwritten):
+        model.checkpointing = True
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Its hook that calls requires_grad_ on embeddings is of no use without reentrant checkpoints, and Dynamo
+    # breaks the graph at it where they are frozen.
+    model.disable_input_require_grads()
 
 
 def _adapted(model: nn.Module, targets: list[str]) -> nn.Module:
@@ -291,9 +291,77 @@ def compare_errors(exact: law.Run, before: law.Run, after: law.Run) -> None:
         assert error**0.5 <= bound, f"{what}: error {error**0.5:.2e}, dense {null**0.5:.2e}"
 
 
+def check_inductor(case: Case) -> None:
+    """The law through Inductor, which alone rounds unlike eager runs: at most five times that much."""
+    subject = Subject.of(case)
+    before, after = subject.dense(), subject.tree("inductor")
+    assert after.counters["captured"] == 1, f"{after.counters['captured']} graphs"
+    law.held(expected(case), after.counters)
+    if case.mode == "autocast":
+        compare_errors(subject.dense(mode="-"), before, after)
+        return
+    torch._dynamo.reset()
+    stock = subject.compiled(torch.compile(subject.model, backend="inductor"), dense_attention(case))
+    same = [stock, *(subject.dense(factor) for factor in (3.0, 7.0))]
+    ceiling = 5e-6 if dtype(case) == torch.float64 else 2e-5
+    least = ROUNDED_SCORES if softmax_in_fp32(case) else 1e-7
+    for what, distances in (("outputs", output_distances), ("gradients", gradient_distances)):
+        found = max(distances(before, after), default=0.0)
+        null = max((max(distances(before, other), default=0.0) for other in same), default=0.0)
+        assert found <= min(max(5 * null, least), ceiling), f"{what}: {found:.2e}, Inductor alone {null:.2e}"
+
+
+def output_distances(before: law.Run, after: law.Run) -> list[float]:
+    return [distance(a, b) for a, b in zip(before.outputs, after.outputs, strict=True)]
+
+
+def gradient_distances(before: law.Run, after: law.Run) -> list[float]:
+    assert before.grads.keys() == after.grads.keys()
+    return [distance(grad, after.grads[name]) for name, grad in before.grads.items()]
+
+
 # ---- tests -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", settings.covering(), ids=str)
 def test_pairs(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in settings.product() if c not in settings.covering()], ids=str)
+def test_product(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", settings.through_inductor(few=True), ids=str)
+def test_inductor(case: Case) -> None:
+    check_inductor(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", settings.through_inductor(few=False), ids=str)
+def test_inductor_in_all_settings(case: Case) -> None:
+    check_inductor(case)
+
+
+def test_lists_are_complete() -> None:
+    """The lists have what they say, and all exclusions are of use."""
+    few, all_ = settings.covering(), settings.product()
+    assert len(few) == len(set(few)) <= 110
+    assert len(all_) == len(set(all_)) >= 3500
+    assert not [case for case in {*few, *all_} if settings.excluded(case.values())]
+    assert set(settings.wanted()) <= {pair for case in few for pair in settings.pairs(case.values())}
+    names = [str(case) for case in {*few, *all_}]
+    assert len(names) == len(set(names))
+    for axis, values in settings.AXES.items():
+        for family in FAMILIES:
+            seen = {case.values()[axis] for case in all_ if case.family == family}
+            impossible = {
+                value for value in values if settings.excluded({"family": family, axis: value}) is not None
+            }
+            assert seen == ({family} if axis == "family" else set(values) - impossible)
+    for exclusion in settings.EXCLUSIONS:
+        axes, values = zip(*exclusion.where.items(), strict=True)
+        assert all(value in settings.AXES[axis] for axis, named in exclusion.where.items() for value in named)
+        assert all(settings.excluded(dict(zip(axes, one, strict=True))) for one in itertools.product(*values))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 from treecompile import leaves, logs, raised
 from treecompile.leaves import scope
@@ -26,7 +27,8 @@ from treecompile.runtime.program import TreeProgram
 
 __all__ = ["counters", "tree"]
 
-# How calls and compilations went: "packed", "dense", "dense:<reason>", "compiled", "captured".
+# How calls and compilations went: "packed", "dense", "dense:<reason>", "compiled", "captured"; "eager" and
+# "eager:<exception>" where the compiler failed on a dense graph.
 counters: Counter[str] = Counter()
 
 _trees = TreeCache()
@@ -106,7 +108,38 @@ def _refused(gm: fx.GraphModule, inputs: Sequence[Any], reason: Reason, options:
 def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     from torch._dynamo.backends.registry import lookup_backend
 
-    return lookup_backend(options.compiler)(gm, list(inputs))
+    try:
+        return lookup_backend(options.compiler)(gm, list(inputs))
+    except Exception as error:
+        return _eager(gm, options.compiler, error)
+
+
+def _stock_later(gm: fx.GraphModule, options: Options) -> Callable[..., Any]:
+    """The same, compiled at its first call."""
+    compiled = compile_dense(gm, options.compiler)
+    chosen: list[Callable[..., Any]] = [compiled]
+
+    def run(*args: Any) -> Any:
+        if chosen[0] is not compiled:
+            return chosen[0](*args)
+        try:
+            return compiled(*args)
+        except BackendCompilerFailed as error:
+            chosen[0] = _eager(gm, options.compiler, error)
+            return chosen[0](*args)
+
+    return run
+
+
+def _eager(gm: fx.GraphModule, compiler: str, error: Exception) -> Callable[..., Any]:
+    """The captured graph as it stands, since the compiler failed on it."""
+    cause: Any = error
+    while isinstance(getattr(cause, "inner_exception", None), Exception):
+        cause = cause.inner_exception
+    counters["eager"] += 1
+    counters[f"eager:{type(cause).__name__}"] += 1
+    logs.warn_once(f"runs eager: {compiler} failed on a dense graph: {type(cause).__name__}: {cause}")
+    return gm
 
 
 def _log_once(reason: Reason) -> None:
@@ -140,7 +173,7 @@ def _program(gm: fx.GraphModule, draft: Draft, options: Options) -> TreeProgram:
         frontier=draft.frontier,
         tail=draft.tail.module,
         tail_inputs=tuple(n.name for n in draft.tail.inputs),
-        dense=compile_dense(gm, options.compiler),
+        dense=_stock_later(gm, options),
         observe=_observe,
         min_sharing=options.min_sharing,
         cache=_trees,
