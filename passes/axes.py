@@ -20,7 +20,18 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-__all__ = ["Axis", "AxisConflict", "Dim", "Dims", "Span", "axes_of", "resolve", "same_dim", "size_of", "unify"]
+__all__ = [
+    "Axis",
+    "AxisConflict",
+    "Dim",
+    "Dims",
+    "Span",
+    "axes_of",
+    "resolve",
+    "same_dim",
+    "size_of",
+    "unify",
+]
 
 _counter = itertools.count()
 

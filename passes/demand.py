@@ -85,13 +85,21 @@ class Demand:
         if user.target in _RESHAPES:
             return self._read(user, region)
         rule = lookup(user.target)
-        if rule is None or rule.family != "pointwise" or tuple(value_of(user).shape) != tuple(value_of(node).shape):
+        if (
+            rule is None
+            or rule.family != "pointwise"
+            or tuple(value_of(user).shape) != tuple(value_of(node).shape)
+        ):
             return EVERYWHERE
         return self._both(self._read(user, region), self._factor(node, user, region))
 
     def _factor(self, node: fx.Node, user: fx.Node, region: Region) -> Any:
         """Where a pointwise op can pass its operand on at all."""
-        name = user.target._schema.name.removeprefix("aten::") if isinstance(user.target, torch._ops.OpOverload) else ""
+        name = (
+            user.target._schema.name.removeprefix("aten::")
+            if isinstance(user.target, torch._ops.OpOverload)
+            else ""
+        )
         if name == "mul":
             others = [a for a in user.args if isinstance(a, fx.Node) and a is not node]
             if len(others) == 1:
@@ -139,7 +147,8 @@ class Demand:
 
     def _call(self, function: Callable[..., Any], region: Region, *args: Any) -> fx.Node:
         steps = tuple(
-            (kind, *(self.kinds.named[b] if isinstance(b, str) else b for b in bounds)) for kind, *bounds in region
+            (kind, *(self.kinds.named[b] if isinstance(b, str) else b for b in bounds))
+            for kind, *bounds in region
         )
         with self.kinds.graph.inserting_before(self._output):
             return self.kinds.graph.call_function(function, (*args, self.kinds.ids, *steps))

@@ -38,7 +38,11 @@ ops = torch.ops.treecompile
 TREE_FIELDS = ("subtree_end", "column", "segments", "segments_host", "pieces", "blocks")
 
 # Nodes that set a mode for those after them: copied in order into every graph that copies code.
-_MODES = (torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_MODES = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
 
 
 @dataclass
@@ -60,7 +64,9 @@ class Emitter:
         """The placeholder of an input, made on first use."""
         if spec not in self._inputs:
             first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-            with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after(None):
+            with (
+                self.graph.inserting_before(first) if first is not None else self.graph.inserting_after(None)
+            ):
                 node = self.graph.placeholder(f"{spec.role}_{len(self.inputs)}")
             node.meta["note"] = spec.text()
             self._inputs[spec] = node
@@ -103,10 +109,12 @@ class Emitter:
             if not isinstance(size, sympy.Integer):
                 raise Refusal(
                     reason_at(
-                        node, "symbolic-size", f"a feature dim of symbolic size {size}",
+                        node,
+                        "symbolic-size",
+                        f"a feature dim of symbolic size {size}",
                         "the packed graph is compiled once, and this size would change with the batch",
                         "keep feature sizes constant",
-                    )  # fmt: skip
+                    )
                 )
             factor *= int(size)
         if rows is None:
@@ -131,7 +139,9 @@ class Emitter:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
-    def call(self, target: Any, args: tuple[Any, ...], source: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def call(
+        self, target: Any, args: tuple[Any, ...], source: fx.Node, kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """A call in the packed graph that keeps the user's line and checkpoint region of its source."""
         node = self.graph.call_function(target, args, kwargs or {})
         for name in ("stack_trace", "custom", "nn_module_stack"):
@@ -205,14 +215,16 @@ class Emitter:
         value = self.kinds.values[node]
         if value.kind is Kind.OTHER:
             return []
-        if value.kind is Kind.GRID and (not self.kinds.token_axes(self.dims(node)) or self.kinds.packs_itself(node)):
+        if value.kind is Kind.GRID and (
+            not self.kinds.token_axes(self.dims(node)) or self.kinds.packs_itself(node)
+        ):
             return []
         if value.form == "attention":
             site = self.grouped(self.kinds.sites[node])
             return [x for x in (site.q, site.k, site.v, site.sinks) if x is not None]
         if value.form in ("gather", "cross_entropy"):
             return [value.data[0]]
-        return node.all_input_nodes
+        return list(node.all_input_nodes)
 
     def _mode(self, node: fx.Node) -> None:
         args = tuple(self.emitted.get(a, a) if isinstance(a, fx.Node) else a for a in node.args)
@@ -254,9 +266,12 @@ class Emitter:
         if not isinstance(start, int) or start < 0:
             raise Refusal(
                 reason_at(
-                    node, "table-offset", "a weight is sliced along the sequence at a computed offset",
-                    "its rows must be read by the column of a token", "slice it from a constant start",
-                )  # fmt: skip
+                    node,
+                    "table-offset",
+                    "a weight is sliced along the sequence at a computed offset",
+                    "its rows must be read by the column of a token",
+                    "slice it from a constant start",
+                )
             )
         column = self.tree("column")
         index = self.call(aten.add.Tensor, (column, start), node) if start else column
@@ -281,7 +296,11 @@ class Emitter:
         """sum or mean over batch and sequence: rows weighted by how many grid positions they stand for."""
         x = node.args[0]
         dims = self.dims(x)
-        gone = list(range(len(dims))) if node.target in (aten.sum.default, aten.mean.default) else reduced(node, len(dims))
+        gone = (
+            list(range(len(dims)))
+            if node.target in (aten.sum.default, aten.mean.default)
+            else reduced(node, len(dims))
+        )
         at = next(i for i, dim in enumerate(dims) if self.is_token_dim(dim))
         region = self.kinds.region(x) or WHOLE
         packed = self.get(x)
@@ -354,7 +373,11 @@ class Emitter:
         out = self.call(operator.getitem, (pair, 0), node)
         want = value_of(node)
         if want.dim() != 4:
-            out = self.call(aten.reshape.default, (out, [*self._sizes_of(self.dims(node)[:-2], node), -1, want.shape[-1]]), node)
+            out = self.call(
+                aten.reshape.default,
+                (out, [*self._sizes_of(self.dims(node)[:-2], node), -1, want.shape[-1]]),
+                node,
+            )
         return out
 
     def _sizes_of(self, dims: Dims, node: fx.Node) -> list[Any]:
@@ -421,7 +444,10 @@ class Finish:
 
 
 def extract(
-    owner: fx.GraphModule, outputs: Sequence[Any], cut: set[fx.Node], finish: dict[fx.Node, Finish] | None = None
+    owner: fx.GraphModule,
+    outputs: Sequence[Any],
+    cut: set[fx.Node],
+    finish: dict[fx.Node, Finish] | None = None,
 ) -> Extract:
     """Copy what `outputs` need, as captured; nodes of `cut` become inputs, completed by `finish` where it has them."""
     finish = finish or {}
@@ -513,7 +539,9 @@ def _outline(gm: fx.GraphModule, tag: int, inside: list[fx.Node], kwargs: dict[s
     gm.add_submodule(name, fx.GraphModule(gm, body))
     with gm.graph.inserting_before(_after(gm, inside, feeds)):
         sub = gm.graph.get_attr(name)
-        call = gm.graph.call_function(torch.ops.higher_order.tag_activation_checkpoint, (sub, *feeds), dict(kwargs))
+        call = gm.graph.call_function(
+            torch.ops.higher_order.tag_activation_checkpoint, (sub, *feeds), dict(kwargs)
+        )
         call.meta["custom"] = {REGION: tag}
         picks = [gm.graph.call_function(operator.getitem, (call, i)) for i in range(len(results))]
     for node, pick in zip(results, picks, strict=True):

@@ -49,8 +49,6 @@ class Kind(enum.Enum):
     PRIVATE = "private"
 
 
-
-
 @dataclass(frozen=True)
 class AttentionSite:
     """One attention to rewrite: operands as graph nodes, and what it may see."""
@@ -116,14 +114,20 @@ class Kinds:
         """
         self._selected: dict[tuple[object, ...], Region] = {}
         self._seed()
-        cut = frozenset(n for n, facts in self.infer.facts.items() if self.token_axes([(a,) for a in facts.split], raw=True))
+        cut = frozenset(
+            n
+            for n, facts in self.infer.facts.items()
+            if self.token_axes([(a,) for a in facts.split], raw=True)
+        )
         if not cut and any(a is not None and a.find().parts is not None for a in (self.batch, self.seq)):
             raise Refusal(
                 reason_at(
-                    self.ids, "cut-sequence", "the batch or sequence axis is paired with an axis of another factorisation",
+                    self.ids,
+                    "cut-sequence",
+                    "the batch or sequence axis is paired with an axis of another factorisation",
                     "positions would be regrouped, and columns of packed tokens are not regular",
                     "keep [batch, sequence] apart from other dims inside the model",
-                )  # fmt: skip
+                )
             )
         return cut
 
@@ -136,7 +140,11 @@ class Kinds:
         self._selected = {}
         self._seed()
         self.masks = MaskReader(
-            self.infer.facts, self.batch, self._seq, lambda n: self.values[n].kind is Kind.GRID, self._constant
+            self.infer.facts,
+            self.batch,
+            self._seq,
+            lambda n: self.values[n].kind is Kind.GRID,
+            self._constant,
         )
         cone = self._cone()
         self._in_cone = True
@@ -167,7 +175,11 @@ class Kinds:
                 return
         for ids in lookups:
             axes = _unsplit(self.infer.dims(ids))
-            if len(axes) == 1 and value_of(ids).dim() >= 1 and axes[0].key() == _last_axis(self.infer.dims(ids)):
+            if (
+                len(axes) == 1
+                and value_of(ids).dim() >= 1
+                and axes[0].key() == _last_axis(self.infer.dims(ids))
+            ):
                 # One row: the batch has no axis.
                 self.ids, self.batch, self.seq = ids, None, axes[0]
                 return
@@ -199,7 +211,9 @@ class Kinds:
             return False
         if rule.family == "attention":
             return True
-        return rule.family == "matmul" and any(self.token_axes((dim,)) for dim in self.infer.facts[node].mixed)
+        return rule.family == "matmul" and any(
+            self.token_axes((dim,)) for dim in self.infer.facts[node].mixed
+        )
 
     # ---- axes -----------------------------------------------------------------------------------------------------
 
@@ -478,9 +492,12 @@ class Kinds:
             raise Refusal(
                 reason
                 or reason_at(
-                    node, "private-attention", "an attention reads values that are not shared",
-                    "its inputs belong to the row", "move the op that reads per-row values after the model",
-                )  # fmt: skip
+                    node,
+                    "private-attention",
+                    "an attention reads values that are not shared",
+                    "its inputs belong to the row",
+                    "move the op that reads per-row values after the model",
+                )
             )
         return Value(Kind.PRIVATE, reason=reason)
 
@@ -493,20 +510,24 @@ class Kinds:
             if train and p != 0:
                 raise Refusal(
                     reason_at(
-                        node, "dropout", f"dropout with p={p} in training",
+                        node,
+                        "dropout",
+                        f"dropout with p={p} in training",
                         "each row draws its own noise, so rows with a common prefix no longer agree on it",
                         "set the dropout to 0 (attention_dropout, hidden_dropout, lora_dropout) or call model.eval()",
-                    )  # fmt: skip
+                    )
                 )
             return
         drawn = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
         if drawn and (rule is None or rule.family != "attention"):
             raise Refusal(
                 reason_at(
-                    node, "random", f"{_op_name(node)} draws random numbers",
+                    node,
+                    "random",
+                    f"{_op_name(node)} draws random numbers",
                     "each row draws its own, so rows with a common prefix no longer agree",
                     "draw them outside of the compiled region",
-                )  # fmt: skip
+                )
             )
 
     def _mixing_reason(self, node: fx.Node, dim: Dim) -> Reason:
@@ -542,24 +563,30 @@ class Kinds:
                     if user is output or self.values[user].kind is Kind.PRIVATE:
                         raise Refusal(
                             reason_at(
-                                node, "attention-weights", "attention weights are read outside of an attention",
+                                node,
+                                "attention-weights",
+                                "attention weights are read outside of an attention",
                                 "the tree never forms the [T, T] matrix",
                                 "call without output_attentions, or compute them outside of the compiled region",
-                            )  # fmt: skip
+                            )
                         )
 
     def _check(self) -> None:
         self._refuse_weights()
         if not self.sites:
             meets = any(n.op == "call_function" and self._mixes(n) for n in self.graph.nodes)
-            private = next((v.reason for v in self.values.values() if v.kind is Kind.PRIVATE and v.reason), None)
+            private = next(
+                (v.reason for v in self.values.values() if v.kind is Kind.PRIVATE and v.reason), None
+            )
             raise Refusal(
                 (private if meets else None)
                 or reason_at(
-                    None, "no-attention", "no attention in this graph",
+                    None,
+                    "no-attention",
+                    "no attention in this graph",
                     "without attention there is little to share beyond a table lookup",
                     "compile the whole model, so that the embedding and the layers are captured together",
-                )  # fmt: skip
+                )
             )
         first = next(iter(self.sites.values()))
         for node, site in self.sites.items():
@@ -567,10 +594,12 @@ class Kinds:
             if not same:
                 raise Refusal(
                     reason_at(
-                        node, "mixed-masks", "attentions with different padding or document masks",
+                        node,
+                        "mixed-masks",
+                        "attentions with different padding or document masks",
                         "a padded token is dropped or kept for all attentions alike",
                         "use the same attention mask in every layer (windows may differ)",
-                    )  # fmt: skip
+                    )
                 )
 
     # ---- attention ------------------------------------------------------------------------------------------------
@@ -590,10 +619,12 @@ class Kinds:
             if arg(node, 4, "dropout_p", 0.0) != 0.0:
                 raise Refusal(
                     reason_at(
-                        node, "dropout", f"attention dropout with p={arg(node, 4, 'dropout_p')}",
+                        node,
+                        "dropout",
+                        f"attention dropout with p={arg(node, 4, 'dropout_p')}",
                         "each row draws its own noise, so rows with a common prefix no longer agree on it",
                         "set attention_dropout to 0 or call model.eval()",
-                    )  # fmt: skip
+                    )
                 )
             scale = arg(node, 6, "scale")
             if arg(node, 5, "is_causal", False):
@@ -611,11 +642,13 @@ class Kinds:
         except Unproved as unproved:
             raise Refusal(
                 reason_at(
-                    node, "mask", "an attention mask that is not proved causal",
+                    node,
+                    "mask",
+                    "an attention mask that is not proved causal",
                     str(unproved),
                     "use a causal mask, padding, a sliding window or restarting position_ids; "
                     "pass a [batch, sequence] attention_mask rather than a 4-D one",
-                )  # fmt: skip
+                )
             ) from None
         return spec
 
@@ -623,11 +656,13 @@ class Kinds:
         if not site.spec.causal:
             raise Refusal(
                 reason_at(
-                    node, "not-causal", "an attention that is not causal",
+                    node,
+                    "not-causal",
+                    "an attention that is not causal",
                     f"every query sees later tokens, so nothing depends on the prefix alone "
                     f"(mask: {self._describe(site.spec)})",
                     "only causal models can share prefixes",
-                )  # fmt: skip
+                )
             )
         for operand, role in ((site.q, "query"), (site.k, "key"), (site.v, "value")):
             value = self.values[operand]
@@ -646,10 +681,12 @@ class Kinds:
                 raise Refusal(
                     value.reason
                     or reason_at(
-                        node, "attention-operand", f"the {role} of an attention does not run over the tokens",
+                        node,
+                        "attention-operand",
+                        f"the {role} of an attention does not run over the tokens",
                         "one row of it must belong to one token (cross-attention, KV caches and sliced queries do not)",
                         "run generation and cached steps uncompiled; nothing is lost but the sharing",
-                    )  # fmt: skip
+                    )
                 )
         self._check_heads(node, site)
         self.sites[node] = site
@@ -664,16 +701,20 @@ class Kinds:
         if k != v or q[: len(k)] != k:
             raise Refusal(
                 reason_at(
-                    node, "attention-heads", "query and key heads of an attention are not grouped in order",
+                    node,
+                    "attention-heads",
+                    "query and key heads of an attention are not grouped in order",
                     "head h of a query must read key head h // group",
                     "bring the heads into the order (key head, group)",
-                )  # fmt: skip
+                )
             )
 
     def _describe(self, spec: MaskSpec) -> str:
         parts = ["causal"] if spec.causal else []
         parts += [f"window {spec.window}"] if spec.window else []
-        parts += [f"visible[{n.name}]" for n, _ in spec.visible] + [f"document[{n.name}]" for n in spec.documents]
+        parts += [f"visible[{n.name}]" for n, _ in spec.visible] + [
+            f"document[{n.name}]" for n in spec.documents
+        ]
         return " and ".join(parts) or "none"
 
     # ---- attention written out ------------------------------------------------------------------------------------
@@ -702,10 +743,12 @@ class Kinds:
         if found is None:
             raise Refusal(
                 reason_at(
-                    node, "attention-form", f"{_op_name(node)} on attention scores",
+                    node,
+                    "attention-form",
+                    f"{_op_name(node)} on attention scores",
                     "between q @ k.T and @ v only scale, softcap, masks, sinks, softmax and casts are understood",
                     "use scaled_dot_product_attention, or output_attentions=False",
-                )  # fmt: skip
+                )
             )
         return found
 
@@ -716,7 +759,11 @@ class Kinds:
             inner = self.values[args[0]].data
             if isinstance(inner, tuple) and inner[0] == "max" and args[1] == 0:
                 return Value(Kind.PAIR, data=("rowmax", inner[1]))
-            return Value(Kind.PAIR, data=("unused", None)) if isinstance(inner, tuple) and inner[0] == "max" else None
+            return (
+                Value(Kind.PAIR, data=("unused", None))
+                if isinstance(inner, tuple) and inner[0] == "max"
+                else None
+            )
         pairs = [a for a in args if isinstance(a, fx.Node) and self.values[a].kind is Kind.PAIR]
         if target is aten.cat.default:
             return self._sink_column(node)
@@ -745,7 +792,9 @@ class Kinds:
     def _scores_step(self, node: fx.Node, name: str, scores: Scores, pairs: list[fx.Node]) -> Value | None:
         args = list(node.args)
         other = next((a for a in args if a is not pairs[0]), None)
-        raw = not scores.bias and not scores.softcap and scores.sinks is None  # a later factor scales those, too
+        raw = (
+            not scores.bias and not scores.softcap and scores.sinks is None
+        )  # a later factor scales those, too
         if raw and name in ("mul", "div") and self._is_number(other) and args[0] is pairs[0]:
             return Value(Kind.PAIR, data=self._scaled(scores, name, other))
         if raw and name == "mul" and self._is_number(args[0]):
@@ -753,14 +802,24 @@ class Kinds:
         if name == "tanh":
             cap = self._pending_cap(scores)
             return Value(Kind.PAIR, data=replace(cap, stage="capping")) if cap is not None else None
-        if name == "add" and len(pairs) == 1 and node.kwargs.get("alpha", 1) == 1 and isinstance(other, fx.Node):
+        if (
+            name == "add"
+            and len(pairs) == 1
+            and node.kwargs.get("alpha", 1) == 1
+            and isinstance(other, fx.Node)
+        ):
             if self.values[other].kind is Kind.GRID:
                 return Value(Kind.PAIR, data=replace(scores, bias=(*scores.bias, self.masks.express(other))))
             return None
         if name in ("where", "masked_fill"):
             return self._filled(node, name, scores, pairs[0])
-        if name in ("softmax", "_softmax") and axis_index(args[1], len(self.dims(node))) == len(self.dims(node)) - 1:
-            return Value(Kind.PAIR, data=replace(scores, stage="sunk" if scores.sinks is not None else "probs"))
+        if (
+            name in ("softmax", "_softmax")
+            and axis_index(args[1], len(self.dims(node))) == len(self.dims(node)) - 1
+        ):
+            return Value(
+                Kind.PAIR, data=replace(scores, stage="sunk" if scores.sinks is not None else "probs")
+            )
         if node.target is aten.max.dim or node.target is aten.amax.default:
             dim = args[1] if isinstance(args[1], int) else args[1][0]
             if axis_index(dim, len(self.dims(pairs[0]))) != len(self.dims(pairs[0])) - 1:
@@ -777,7 +836,12 @@ class Kinds:
         keep = node.args[1] is pair if name == "where" else False
         low = self.masks.express(fill)
         cond_expr = self.masks.express(cond) if isinstance(cond, fx.Node) else None
-        if cond_expr is None or low is None or not getattr(low, "is_number", False) or not float(low) <= MASKED:
+        if (
+            cond_expr is None
+            or low is None
+            or not getattr(low, "is_number", False)
+            or not float(low) <= MASKED
+        ):
             return None
         from treecompile.passes.masks import _choose
 
@@ -808,7 +872,10 @@ class Kinds:
     def _sink_column(self, node: fx.Node) -> Value | None:
         """cat([scores, sinks expanded to one column], -1)."""
         parts = list(node.args[0])
-        if len(parts) != 2 or axis_index(arg(node, 1, "dim", 0), len(self.dims(node))) != len(self.dims(node)) - 1:
+        if (
+            len(parts) != 2
+            or axis_index(arg(node, 1, "dim", 0), len(self.dims(node))) != len(self.dims(node)) - 1
+        ):
             return None
         scores = self.values[parts[0]].data
         sinks = self._sink_vector(parts[1])
@@ -818,7 +885,11 @@ class Kinds:
 
     def _sink_vector(self, node: Any) -> fx.Node | None:
         """The [heads] weight behind reshape(1, heads, 1, 1).expand(...)."""
-        while isinstance(node, fx.Node) and node.target in (aten.expand.default, aten.reshape.default, aten.view.default):
+        while isinstance(node, fx.Node) and node.target in (
+            aten.expand.default,
+            aten.reshape.default,
+            aten.view.default,
+        ):
             if self.values[node.args[0]].kind is Kind.UNIFORM and value_of(node.args[0]).dim() == 1:
                 return node.args[0]
             node = node.args[0]
@@ -886,7 +957,9 @@ class Kinds:
 
     def _aligned_key(self, node: fx.Node, index: fx.Node) -> bool:
         """An index that is part of the key is local: the plain gather serves."""
-        return self.values[index].kind is Kind.GRID and self._blocked(node, lookup(node.target), [index]) is None
+        return (
+            self.values[index].kind is Kind.GRID and self._blocked(node, lookup(node.target), [index]) is None
+        )
 
     def _is_region(self, dims: Dims) -> bool:
         """Batch and sequence (or a selection), in grid order, and nothing else."""
@@ -922,7 +995,7 @@ def _unsplit(dims: Dims) -> list[Axis]:
     for dim in dims:
         for axis in dim:
             root = axis.find()
-            inner = [a for a in root.parts or ()]
+            inner = list(root.parts or ())
             # A flat [B * T] input paired with (batch, sequence) is those two.
             flat = root.parts is not None and all(a.find() is not a or a.find().parts is None for a in inner)
             out.extend(resolve((root,)) if flat and len(dims) == 1 else [root])

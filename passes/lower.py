@@ -53,10 +53,12 @@ _FUNCTIONAL: dict[Any, Any] = {
 }
 
 
-class _Inliner(fx.Interpreter):
+class _Inliner(fx.Interpreter):  # type: ignore[misc]
     """Runs a Dynamo graph under tracing; checkpoint regions are run inline with their nodes tagged."""
 
-    def __init__(self, gm: fx.GraphModule, regions: dict[int, dict[str, Any]], tag: int | None = None) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, regions: dict[int, dict[str, Any]], tag: int | None = None
+    ) -> None:
         super().__init__(gm)
         self._regions, self._tag = regions, tag
         self._node: fx.Node | None = None
@@ -75,14 +77,16 @@ class _Inliner(fx.Interpreter):
                 tag = len(self._regions)
                 self._regions[tag] = dict(kwargs)
             return _Inliner(args[0], self._regions, tag).run(*args[1:])
-        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "autograd_function_apply":
+        if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "autograd_function_apply":
             raise Refusal(
                 reason_at(
-                    self._node, "autograd-function", "a custom torch.autograd.Function",
+                    self._node,
+                    "autograd-function",
+                    "a custom torch.autograd.Function",
                     "its backward pass is code of its own, which may mix tokens, and which a retrace would lose",
                     "write it with ordinary ops (a detach for a straight-through estimator), or move it out of the "
                     "compiled region",
-                )  # fmt: skip
+                )
             )
         return super().call_function(target, args, kwargs)
 
@@ -207,7 +211,7 @@ def _may_alias(node: fx.Node) -> bool:
     if any(ret.alias_info is not None for ret in schema.returns) and not schema.is_mutable:
         return True
     if node.target in (aten.to.dtype, aten.to.device, aten.to.dtype_layout):
-        return node.meta["val"].dtype == node.args[0].meta["val"].dtype
+        return bool(node.meta["val"].dtype == node.args[0].meta["val"].dtype)
     # type_as and an idle dropout return their operand itself.
     return node.target in (
         aten.contiguous.default, aten.reshape.default, aten.type_as.default, aten.dropout.default,

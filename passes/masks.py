@@ -92,7 +92,7 @@ def number(expr: Any) -> Any:
 
 def _is_truth(expr: Any) -> bool:
     if isinstance(expr, sympy.Symbol):
-        return expr.name.startswith("p")
+        return bool(expr.name.startswith("p"))
     return isinstance(expr, Boolean)
 
 
@@ -126,8 +126,8 @@ _LOGIC: dict[Any, Callable[..., Any]] = {
 }
 _SAME = {
     aten.alias.default, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default,
-    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.expand.default, aten.type_as.default,
-    aten.slice.Tensor, aten.expand_as.default,
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.expand.default,
+    aten.type_as.default, aten.slice.Tensor, aten.expand_as.default,
 }  # fmt: skip
 # Bits of integers are not truth values: 1 & 2 is zero.
 _BITWISE = {
@@ -136,8 +136,8 @@ _BITWISE = {
 # Types that hold every column exactly: a count in another type may round or wrap.
 _EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
 _RESHAPES = {
-    aten.unsqueeze.default, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.view.default,
-    aten.reshape.default, aten._unsafe_view.default,
+    aten.unsqueeze.default, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default,
 }  # fmt: skip
 _FULL = {
     aten.ones.default: True, aten.new_ones.default: True, aten.ones_like.default: True,
@@ -186,9 +186,15 @@ class MaskReader:
             return expr
         if expr is not None and isinstance(expr, sympy.Symbol):
             return expr
-        if expr is not None and value_of(node).is_floating_point() and all(_is_truth(s) for s in _symbols(expr)):
+        if (
+            expr is not None
+            and value_of(node).is_floating_point()
+            and all(_is_truth(s) for s in _symbols(expr))
+        ):
             return expr  # an additive mask made from a padding mask: the levels matter
-        return self._atom(Atom("grid", self.canonical(node), *placed), truth=value_of(node).dtype is torch.bool)
+        return self._atom(
+            Atom("grid", self.canonical(node), *placed), truth=value_of(node).dtype is torch.bool
+        )
 
     def canonical(self, node: fx.Node) -> fx.Node:
         """The first node that computes the same value: models build one mask per kind of layer, from scratch."""
@@ -198,7 +204,11 @@ class MaskReader:
         if node not in self._forms:
             if node.target in _RESHAPES and self._same_axes(node, node.args[0]):
                 self._forms[node] = self._form(node.args[0])  # dims of size one do not change the value
-            elif node.op == "call_function" and self.facts[node].iota is not None and self._count(node) is not None:
+            elif (
+                node.op == "call_function"
+                and self.facts[node].iota is not None
+                and self._count(node) is not None
+            ):
                 self._forms[node] = f"count {value_of(node).dtype}"
             elif node.op == "call_function":
                 args = fx.map_arg((node.args, node.kwargs), lambda n: self.canonical(n))
@@ -256,13 +266,17 @@ class MaskReader:
         if target in (aten.permute.default, aten.transpose.int):
             return self._permute(node)
         if target in _FULL or target in _FILLED:
-            fill = node.args[2 if target is aten.new_full.default else 1] if target in _FILLED else _FULL[target]
+            fill = (
+                node.args[2 if target is aten.new_full.default else 1] if target in _FILLED else _FULL[target]
+            )
             dtype = value_of(node).dtype
             if isinstance(fill, fx.Node):
                 return None
             if dtype is torch.bool:
                 return sympy.sympify(bool(fill))
-            return sympy.sympify(float(fill) if dtype.is_floating_point and not isinstance(fill, bool) else int(fill))
+            return sympy.sympify(
+                float(fill) if dtype.is_floating_point and not isinstance(fill, bool) else int(fill)
+            )
         if self.facts[node].iota is not None and target in (aten.arange.default, aten.arange.start):
             return self._count(node)
         if target is aten.arange.default and value_of(node).numel() == 1:
@@ -318,7 +332,9 @@ class MaskReader:
             seq = moves.get(atom.seq) if atom.seq else None
             if (atom.batch and batch is None) or (atom.seq and seq is None):
                 return None
-            renamed[symbol] = self._atom(Atom(atom.kind, atom.node, batch, seq), truth=symbol.name.startswith("p"))
+            renamed[symbol] = self._atom(
+                Atom(atom.kind, atom.node, batch, seq), truth=symbol.name.startswith("p")
+            )
         return expr.xreplace(renamed) if renamed else expr
 
     def _reshape(self, node: fx.Node) -> Any:
@@ -351,7 +367,11 @@ class MaskReader:
         if expr is None or isinstance(diagonal, fx.Node) or any(not self._is_seq(dim) for dim in dims[-2:]):
             return None
         row, col = self._atom(Atom("column", seq=2)), self._atom(Atom("column", seq=1))
-        keep = sympy.Le(col, row + diagonal) if node.target is aten.tril.default else sympy.Ge(col, row + diagonal)
+        keep = (
+            sympy.Le(col, row + diagonal)
+            if node.target is aten.tril.default
+            else sympy.Ge(col, row + diagonal)
+        )
         if value_of(node).dtype is torch.bool:
             return sympy.And(boolean(expr), keep)
         return sympy.Piecewise((number(expr), keep), (0, True))
@@ -424,7 +444,9 @@ class MaskReader:
         additive = not _is_truth(expr) and expr not in (sympy.true, sympy.false)
         truth = self._visible_where_zero(expr) if additive else expr
         spec = MaskSpec(additive=additive)
-        for term in sympy.And.make_args(sympy.to_nnf(truth) if truth not in (sympy.true, sympy.false) else truth):
+        for term in sympy.And.make_args(
+            sympy.to_nnf(truth) if truth not in (sympy.true, sympy.false) else truth
+        ):
             spec = spec.merge(self._term(term, truth))
         return spec
 
@@ -457,7 +479,9 @@ class MaskReader:
             spec = self._relation(term)
             if spec is not None:
                 return spec
-        raise Unproved(f"the term {self.show(term)} of the mask {self.show(whole)} is not causal, window, padding or document")
+        raise Unproved(
+            f"the term {self.show(term)} of the mask {self.show(whole)} is not causal, window, padding or document"
+        )
 
     def _relation(self, term: Any) -> MaskSpec | None:
         sides = [self.atoms.get(side) for side in (term.lhs, term.rhs)]
@@ -467,7 +491,10 @@ class MaskReader:
                 return None
             alike = self.canonical(a.node) is self.canonical(b.node)
             return MaskSpec(documents=frozenset({self.canonical(a.node)})) if alike else None
-        q, k = (next((s for s, a in self.atoms.items() if a.kind == "column" and a.seq == d), None) for d in (2, 1))
+        q, k = (
+            next((s for s, a in self.atoms.items() if a.kind == "column" and a.seq == d), None)
+            for d in (2, 1)
+        )
         if q is None or k is None or not term.free_symbols <= {q, k}:
             return None
         found = _at_most(term)

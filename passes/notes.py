@@ -72,7 +72,7 @@ class Exit:
         shape, packed: its shape on the grid, and packed.
         where, source: the user's line that computes it.
         output: whether it is an output of the graph.
-        reason: why a reader of it cannot be packed; None if it is read for what belongs to rows, or an output.
+        reason: why a reader of it cannot be packed; None for outputs and what is known to belong to rows.
     """
 
     name: str

@@ -114,10 +114,12 @@ def classify(lowered: fx.GraphModule, parameters: set[fx.Node]) -> Kinds:
     node = min(uncut, key=lambda n: n.name)
     raise Refusal(
         reason_at(
-            node, "cut-sequence", "a view cuts the batch or sequence axis in two",
+            node,
+            "cut-sequence",
+            "a view cuts the batch or sequence axis in two",
             "positions would be regrouped by column, and columns of packed tokens are not regular",
             "keep [batch, sequence] apart from other dims inside the model",
-        )  # fmt: skip
+        )
     )
 
 
@@ -228,8 +230,10 @@ class _Cut:
         # A value by column alone is the same in every row, one by row alone is the same at every position (zeros of
         # [batch, 1, features]): the tail computes both as captured.
         batched, along = self.kinds.has_batch(node), self.kinds.seq_axes(self.kinds.dims(node))
-        by_column = self.kinds.batch is not None and along and not (
-            batched or any(step[0] == "mask" for step in self.kinds.region(node) or ())
+        by_column = (
+            self.kinds.batch is not None
+            and along
+            and not (batched or any(step[0] == "mask" for step in self.kinds.region(node) or ()))
         )
         return not by_column and (bool(along) or not batched)
 
@@ -247,6 +251,7 @@ class _Cut:
             elif value.form == "cross_entropy":
                 out[node] = Finish((value.data[1],), _loss(node))
         return out
+
 
 def _shaped(graph: fx.Graph, picked: fx.Node, needs: list[fx.Node]) -> fx.Node:
     return graph.call_function(aten.reshape_as.default, (picked, needs[0]))

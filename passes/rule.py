@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from treecompile.passes.axes import Axis, AxisConflict, Dim, Dims, axes_of, fresh, resolve, unify
+from treecompile.passes.axes import Axis, AxisConflict, Dim, Dims, fresh, resolve, unify
 from treecompile.passes.samples import Call
 
 if TYPE_CHECKING:

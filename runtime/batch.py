@@ -113,7 +113,9 @@ class PackedBatch:
             region: steps from the whole grid.
             values: named bounds and masks.
         """
-        steps = tuple((kind, *(values[b] if isinstance(b, str) else b for b in bounds)) for kind, *bounds in region)
+        steps = tuple(
+            (kind, *(values[b] if isinstance(b, str) else b for b in bounds)) for kind, *bounds in region
+        )
         masked = any(kind == "mask" for kind, *_ in steps)
         if masked:
             return self._make(steps)

@@ -15,7 +15,9 @@ def _shape(ids: Tensor, steps: tuple[tuple[Any, ...], ...]) -> tuple[Tensor, int
     batch, length = ids.shape[:-1].numel(), ids.shape[-1]
     grid = torch.arange(batch * length, device=ids.device).reshape(batch, length)
     for kind, *bounds in steps:
-        grid = grid[:, slice(*bounds)] if kind == "slice" else grid[bounds[0].reshape(grid.shape)].reshape(1, -1)
+        grid = (
+            grid[:, slice(*bounds)] if kind == "slice" else grid[bounds[0].reshape(grid.shape)].reshape(1, -1)
+        )
     return grid, grid.shape[0], grid.shape[1]
 
 

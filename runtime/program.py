@@ -218,7 +218,9 @@ class TreeProgram:
 
     def run(self, given: dict[str, Any], grid: dict[str, Any], batch: PackedBatch) -> Any:
         """Pack, run, expand, tail."""
-        bounds = {name: value for name, value in grid.items() if not isinstance(value, Tensor) or value.dim() > 0}
+        bounds = {
+            name: value for name, value in grid.items() if not isinstance(value, Tensor) or value.dim() > 0
+        }
         numbers = tuple(grid[i.name] for i in self.inputs if i.role == "number")
         values = [self._value(i, given, grid, batch, bounds) for i in self.inputs if i.role != "number"]
         outputs = self.packed(numbers, values)
@@ -226,12 +228,19 @@ class TreeProgram:
         for item, value in zip(self.frontier, outputs, strict=True):
             if item.region is not None and item.spec is not None:
                 layout = batch.layout(item.region, bounds)
-                value = item.spec.apply(value, (layout.row_index, layout.offsets, layout.positions), batch.tree.batch)
+                value = item.spec.apply(
+                    value, (layout.row_index, layout.offsets, layout.positions), batch.tree.batch
+                )
             known[item.name] = value
         return self.tail(*(known[name] for name in self.tail_inputs))
 
     def _value(
-        self, i: Input, given: dict[str, Any], grid: dict[str, Any], batch: PackedBatch, bounds: dict[str, Any]
+        self,
+        i: Input,
+        given: dict[str, Any],
+        grid: dict[str, Any],
+        batch: PackedBatch,
+        bounds: dict[str, Any],
     ) -> Any:
         if i.role == "argument":
             return given[i.name]
@@ -282,7 +291,7 @@ def _paired(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _grid_shape(ids: Tensor) -> tuple[int, int]:
-    sizes = [size for size in ids.shape]
+    sizes = list(ids.shape)
     return (int(np.prod(sizes[:-1], dtype=np.int64)), int(sizes[-1]))
 
 

@@ -1,6 +1,6 @@
 """The Dynamo backend ``tree``: found through the entry point ``torch_dynamo_backends``, no import needed.
 
-    model = torch.compile(model, backend="tree")
+model = torch.compile(model, backend="tree")
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _is_parameter(node: fx.Node) -> bool:
     return isinstance(value, torch.nn.Parameter) or (isinstance(value, Tensor) and value.requires_grad)
 
 
-def _refused(gm: fx.GraphModule, inputs: Sequence[Any], reason: Reason, options: Options) -> Callable[..., Any]:
+def _refused(
+    gm: fx.GraphModule, inputs: Sequence[Any], reason: Reason, options: Options
+) -> Callable[..., Any]:
     """The graph as stock Inductor would have run it."""
     current().refused(gm, reason)
     logs.captured(gm, None, reason)
@@ -109,7 +111,8 @@ def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Calla
     from torch._dynamo.backends.registry import lookup_backend
 
     try:
-        return lookup_backend(options.compiler)(gm, list(inputs))
+        stock: Callable[..., Any] = lookup_backend(options.compiler)(gm, list(inputs))
+        return stock
     except Exception as error:
         return _eager(gm, options.compiler, error)
 
@@ -200,9 +203,13 @@ def canonical_text(draft: Draft, options: Options) -> str:
         if node.op == "placeholder":
             spec = next(order)
             shape = draft.packs[spec.name].shape if spec.role == "pack" else ""
-            lines.append(f"{names[node]} = {spec.role} {spec.name if spec.role == 'tree' else ''} {spec.region} {shape}")
+            lines.append(
+                f"{names[node]} = {spec.role} {spec.name if spec.role == 'tree' else ''} {spec.region} {shape}"
+            )
             continue
-        args = fx.map_arg((node.args, node.kwargs), lambda n: fx.immutable_collections.immutable_list([names[n]]))
+        args = fx.map_arg(
+            (node.args, node.kwargs), lambda n: fx.immutable_collections.immutable_list([names[n]])
+        )
         body = ""
         if node.op == "get_attr":
             body = str(getattr(draft.packed, str(node.target)).code)

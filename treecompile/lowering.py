@@ -109,14 +109,16 @@ class PackedCode:
         """
         sizes = self._sizes(values)
         if any(size < 2 for group, size in sizes.items() if group[0] in "NHM"):
-            return self.numbered(numbers)(*values)
+            small: Sequence[Any] = self.numbered(numbers)(*values)
+            return small
         key = (numbers, _ambient(values, self._dynamic))
         with self._lock:
             found = next((v for v in self._variants.get(key, ()) if v.serves(sizes)), None)
             if found is None:
                 found = self._compile(numbers, values, sizes)
                 self._variants.setdefault(key, []).append(found)
-        return found.run(*values)
+        outputs: Sequence[Any] = found.run(*values)
+        return outputs
 
     def _sizes(self, values: list[Any]) -> dict[str, int]:
         return {
@@ -210,7 +212,9 @@ def _ambient(values: Sequence[Any], dynamic: Sequence[Sequence[tuple[int, str]]]
         if torch.is_autocast_enabled(device)
     )
     tensors = tuple(
-        (v.dtype, v.device, v.requires_grad, v.is_inference(), _layout(v, dims)) if isinstance(v, Tensor) else v
+        (v.dtype, v.device, v.requires_grad, v.is_inference(), _layout(v, dims))
+        if isinstance(v, Tensor)
+        else v
         for v, dims in zip(values, dynamic, strict=True)
     )
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, tensors)
@@ -223,16 +227,15 @@ def _layout(value: Tensor, dynamic: Sequence[tuple[int, str]]) -> tuple[Any, ...
     return (shape, () if varies else value.stride())
 
 
-def _compile_graph(gm: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, compiler: str) -> Callable[..., Any]:
+def _compile_graph(
+    gm: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, compiler: str
+) -> Callable[..., Any]:
     """AOTAutograd plus the compiler, without a second Dynamo pass."""
     with tracing(TracingContext(mode)):
         if compiler == "aot_eager":
-            from functorch.compile import aot_module_simplified, make_boxed_func  # type: ignore[attr-defined]
+            from torch._dynamo.backends.registry import lookup_backend
 
-            def nop(graph: fx.GraphModule, _: Any) -> Any:
-                return make_boxed_func(graph.forward)
-
-            return aot_module_simplified(gm, fakes, fw_compiler=nop, bw_compiler=nop)  # type: ignore[no-any-return]
+            return lookup_backend("aot_eager")(gm, fakes)
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(gm, fakes)  # type: ignore[return-value]

@@ -47,7 +47,9 @@ class Options:
         sharing = options.min_sharing
         if isinstance(sharing, bool) or not isinstance(sharing, (int, float)) or not sharing >= 0:
             raise OptionError(
-                argument="min_sharing", value=sharing, remedy="pass a ratio of at least 0 (0 packs every batch)"
+                argument="min_sharing",
+                value=sharing,
+                remedy="pass a ratio of at least 0 (0 packs every batch)",
             )
         return options
 

@@ -38,7 +38,8 @@ class _Silent(Recorder):
         pass
 
 
-_recorder: ContextVar[Recorder] = ContextVar("treecompile_recorder", default=_Silent())
+_SILENT: Recorder = _Silent()
+_recorder: ContextVar[Recorder] = ContextVar("treecompile_recorder", default=_SILENT)
 
 
 def current() -> Recorder:

@@ -26,7 +26,9 @@ def infer_embedding(infer: Infer, node: fx.Node) -> Facts:
 def infer_index_select(infer: Infer, node: fx.Node) -> Facts:
     dims, index = infer.dims(node.args[0]), infer.dims(node.args[2])
     at = axis_index(node.args[1], len(dims))
-    return Facts([(*dims[:at], index[0] if index else (), *dims[at + 1 :])], mixed=[dims[at]] if dims[at] else [])
+    return Facts(
+        [(*dims[:at], index[0] if index else (), *dims[at + 1 :])], mixed=[dims[at]] if dims[at] else []
+    )
 
 
 def infer_gather(infer: Infer, node: fx.Node) -> Facts:

@@ -172,7 +172,12 @@ def _bound(value: Any) -> Any:
 
 def infer_slice(infer: Infer, node: fx.Node) -> Facts:
     dims = infer.dims(node.args[0])
-    dim, start, stop, step = arg(node, 1, "dim", 0), arg(node, 2, "start"), arg(node, 3, "end"), arg(node, 4, "step", 1)
+    dim, start, stop, step = (
+        arg(node, 1, "dim", 0),
+        arg(node, 2, "start"),
+        arg(node, 3, "end"),
+        arg(node, 4, "step", 1),
+    )
     at = axis_index(dim, len(dims))
     out = list(dims)
     size, before = value_of(node).shape[at], value_of(node.args[0]).shape[at]
