@@ -142,7 +142,8 @@ def _eager(gm: fx.GraphModule, compiler: str, error: Exception) -> Callable[...,
     counters["eager"] += 1
     counters[f"eager:{type(cause).__name__}"] += 1
     logs.warn_once(f"runs eager: {compiler} failed on a dense graph: {type(cause).__name__}: {cause}")
-    return gm
+    eager: Callable[..., Any] = gm
+    return eager
 
 
 def _log_once(reason: Reason) -> None:
