@@ -35,6 +35,8 @@ __all__ = ["Emitter", "Extract", "Finish", "extract"]
 
 aten = torch.ops.aten
 ops = torch.ops.treecompile
+# Ops that take a number or a tensor of one element alike.
+_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 TREE_FIELDS = ("subtree_end", "column", "segments", "segments_host", "pieces", "blocks")
 
 # Nodes that set a mode for those after them: copied in order into every graph that copies code.
@@ -253,9 +255,16 @@ class Emitter:
         self.emitted[node] = self.env[node]
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        args = tuple(self.get(a) for a in node.args)
+        read = self._quantity if node.target in _ARITHMETIC else self.get
+        args = tuple(read(a) for a in node.args)
         kwargs = {name: self.get(a) for name, a in node.kwargs.items()}
         return self.call(node.target, args, node, kwargs)
+
+    def _quantity(self, arg: Any) -> Any:
+        """A number that varies with the batch (``h / h.shape[1]``), as a tensor: one compilation serves all values."""
+        if isinstance(arg, fx.Node) and arg not in self.env and self.kinds.values[arg].kind is Kind.OTHER:
+            return self.input(Input("quantity", arg.name))
+        return self.get(arg)
 
     # ---- forms ----------------------------------------------------------------------------------------------------
 
@@ -365,7 +374,7 @@ class Emitter:
                 scale = scale * factor if name == "mul" else scale / factor
             else:
                 scaling = aten.mul.Tensor if name == "mul" else aten.div.Tensor
-                q = self.call(scaling, (q, self.get(factor)), node)
+                q = self.call(scaling, (q, self._quantity(factor)), node)
         sinks = self.get(site.sinks) if site.sinks is not None else None
         tree = tuple(self.tree(name) for name in TREE_FIELDS)
         args = (q, k, v, *tree, sinks, float(scale), float(site.softcap), int(site.spec.window))

@@ -303,7 +303,7 @@ def _tree_spec(
     for name in itertools.chain((n.name for n in batched), (n for n, _ in visible), documents, kinds.named):
         nodes[name] = by_name[name]
     for i in inputs:
-        if i.role in ("number", "scalar", "pack", "index"):
+        if i.role in ("number", "quantity", "scalar", "pack", "index"):
             nodes[i.name] = by_name[i.name]
     name = demand
     if isinstance(demand, fx.Node):

@@ -34,8 +34,8 @@ class Input:
     """One input of the packed graph.
 
     Attributes:
-        role: where it comes from: ``argument`` or ``constant`` of the captured graph, a ``number`` or ``scalar``
-            computed from them, a ``pack``-ed grid value, a ``tree`` tensor, an array of the layout of a region
+        role: where it comes from: ``argument`` or ``constant`` of the captured graph, a ``number`` (written into the
+            compilation), ``quantity`` (a number as a tensor) or ``scalar`` computed from them, a ``pack``-ed grid value, a ``tree`` tensor, an array of the layout of a region
             (``rows``, ``row_index``, ``offsets``, ``positions``, ``multiplicity``), or the label ``index`` over one.
         name: of the argument, value or tree tensor.
         region: for layout arrays and indices.
@@ -248,6 +248,8 @@ class TreeProgram:
             return self.constants[i.name]
         if i.role == "scalar":
             return grid[i.name]
+        if i.role == "quantity":
+            return torch.tensor(grid[i.name], dtype=torch.int64 if isinstance(grid[i.name], int) else torch.float64)
         if i.role == "pack":
             return batch.pack(grid[i.name], self.packs[i.name].batched, self.packs[i.name].shape)
         if i.role == "tree":

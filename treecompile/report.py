@@ -145,7 +145,7 @@ def _input(spec: Input, given: dict[str, Argument], names: Names) -> Argument:
     name = argument.note if argument is not None else names.known.get(spec.name, spec.name)
     if spec.role == "argument" and argument is not None:
         return argument
-    note = {"constant": "constant tensor", "number": f"the number {name}", "scalar": f"the scalar {name}",
+    note = {"constant": "constant tensor", "number": f"the number {name}", "quantity": f"the number {name}", "scalar": f"the scalar {name}",
             "pack": f"{name} of packed tokens", "index": f"{name} of grid positions"}[spec.role]  # fmt: skip
     word = argument.word if argument is not None else name
     return Argument(f"{spec.role} {spec.name}", f"{word}_packed" if spec.role == "pack" else word, note + of)

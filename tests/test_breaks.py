@@ -1,0 +1,402 @@
+"""Around the graph: breaks, order of backward passes, threads, exceptions, copies, modes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import law
+from tests.law import Batch, Toy, batch, causal_and_padding, check, compiled, counting, sdpa
+
+# ---- graph breaks ------------------------------------------------------------------------------------------
+
+
+class Broken(Toy):
+    """Breaks before the first layer, between the layers, or before the head."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.before = before
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h, seen = self.tokens(ids), causal_and_padding(ids, mask)
+        if self.before == 0:
+            torch._dynamo.graph_break()
+        h = self.layers[0](h, seen, sdpa)
+        if self.before == 1:
+            torch._dynamo.graph_break()
+        h = self.layers[1](h, seen, sdpa)
+        if self.before == 2:
+            torch._dynamo.graph_break()
+        return self.head(h)
+
+
+@pytest.mark.parametrize(
+    ("before", "expect"),
+    [
+        (0, {"no-attention": 1, "no-token-ids": 1}),
+        (1, {"packed": 1, "no-token-ids": 1}),
+        (2, {"packed": 1, "no-token-ids": 1}),
+    ],
+)
+def test_graph_that_receives_ids_is_packed_and_the_next_one_runs_dense(
+    before: int, expect: dict[str, int]
+) -> None:
+    b = batch(pad="mixed")
+    check(Broken(before), b.ids, b.mask, kept=b.kept, expect=expect)
+
+
+class Indexed(Toy):
+    """The head runs on the kept tokens only."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h, seen = self.tokens(ids), causal_and_padding(ids, mask)
+        for layer in self.layers:
+            h = layer(h, seen, sdpa)
+        return self.head(h[mask.bool()])
+
+
+def test_boolean_index_breaks_the_graph() -> None:
+    b = batch(pad="mixed")
+    check(Indexed(), b.ids, b.mask, expect={"packed": 1, "no-token-ids": 1})
+
+
+def test_boolean_index_in_the_graph_is_a_region() -> None:
+    b = batch(pad="mixed")
+    config = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    check(Indexed(), b.ids, b.mask, around=lambda: config)
+
+
+def test_layers_compiled_one_by_one_run_dense() -> None:
+    """Per-layer compilation hands hidden states to each graph."""
+    model, b = Toy(), batch(pad="mixed")
+    expected = model(b.ids, b.mask)
+    with counting() as seen:
+        for layer in model.layers:
+            layer.compile(backend="tree", options={"compiler": "aot_eager"})
+        found = model(b.ids, b.mask)
+    assert seen["dense:no-token-ids"] == 2
+    assert not seen["packed"]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# ---- two batches at a time -----------------------------------------------------------------------------------
+
+
+class Checkpointed(Toy):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h, seen = self.tokens(ids), causal_and_padding(ids, mask)
+        for layer in self.layers:
+            h = checkpoint(layer, h, seen, sdpa, use_reentrant=False)
+        return self.head(h)
+
+
+def _loss(out: Tensor, b: Batch) -> Tensor:
+    return (out.sin() * b.mask[..., None]).sum()
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _same_grads(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(
+            a[name], b[name], rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("model", [Toy, Checkpointed], ids=["plain", "checkpointed"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_each_backward_sees_its_own_tree(model: Callable[[], Toy]) -> None:
+    """forward(1), forward(2), backward(2), backward(1): the trees are no global state."""
+    toy = model()
+    one, two = batch(pad="mixed"), batch(count=4, length=7, pad="left", seed=5)
+    (_loss(toy(one.ids, one.mask), one) + 3 * _loss(toy(two.ids, two.mask), two)).backward()
+    expected = _grads(toy)
+    toy.zero_grad()
+    call = compiled(toy)
+    with counting() as seen:
+        first, second = _loss(call(one.ids, one.mask), one), 3 * _loss(call(two.ids, two.mask), two)
+        second.backward()
+        first.backward()
+    assert seen["packed"] == 2
+    assert not seen["dense"]
+    _same_grads(expected, _grads(toy))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_gradient_accumulation_over_batches() -> None:
+    toy = Toy()
+    batches = [batch(pad="mixed", seed=s) for s in range(3)]
+    sum(_loss(toy(b.ids, b.mask), b) for b in batches).backward()
+    expected = _grads(toy)
+    toy.zero_grad()
+    call = compiled(toy)
+    for b in batches:
+        _loss(call(b.ids, b.mask), b).backward()
+    _same_grads(expected, _grads(toy))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_second_backward_as_with_the_stock_compiler_at_dynamic_shapes() -> None:
+    """Saved buffers are donated to the first backward pass unless torch's own switch says otherwise."""
+    toy, b = Toy(), batch(pad="mixed")
+    for call in (torch.compile(toy, backend="aot_eager", dynamic=True), compiled(toy)):
+        with pytest.raises(RuntimeError, match="donated buffer"):
+            _loss(call(b.ids, b.mask), b).backward(retain_graph=True)
+    torch._dynamo.reset()
+    toy.zero_grad()
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss = _loss(compiled(toy)(b.ids, b.mask), b)
+        loss.backward(retain_graph=True)
+        once = _grads(toy)
+        loss.backward()
+        _same_grads({n: 2 * g for n, g in once.items()}, _grads(toy))
+        (grad,) = torch.autograd.grad(
+            _loss(compiled(toy)(b.ids, b.mask), b), toy.head.weight, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            grad.square().sum().backward()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_two_threads_train_on_their_own_batches() -> None:
+    toys = [Toy(), Toy()]
+    batches = [
+        [batch(pad="mixed", seed=s) for s in range(4)],
+        [batch(count=5, length=8, pad="left", seed=s) for s in range(4)],
+    ]
+    expected = []
+    for toy, own in zip(toys, batches, strict=True):
+        for b in own:
+            _loss(toy(b.ids, b.mask), b).backward()
+        expected.append(_grads(toy))
+        toy.zero_grad()
+    calls = [compiled(toy, dynamic=True) for toy in toys]
+    failures: list[BaseException] = []
+
+    def train(i: int) -> None:
+        try:
+            for b in batches[i]:
+                _loss(calls[i](b.ids, b.mask), b).backward()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for toy, want in zip(toys, expected, strict=True):
+        _same_grads(want, _grads(toy))
+
+
+# ---- exceptions ----------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+def _stop(*_: Any) -> Any:
+    raise Stop
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("where", ["output", "parameter", "forward"])
+def test_exception_in_mid_step_leaves_the_next_step_intact(where: str) -> None:
+    toy, b, other = Toy(), batch(pad="mixed"), batch(pad="left", seed=9)
+    before = {n: p.detach().clone() for n, p in toy.named_parameters()}
+    _loss(toy(other.ids, other.mask), other).backward()
+    expected = _grads(toy)
+    toy.zero_grad()
+    call = compiled(toy)
+    call(b.ids, b.mask)
+    if where == "forward":
+        handle = call.register_forward_hook(_stop)
+    elif where == "parameter":
+        handle = toy.layers[1].q.weight.register_hook(_stop)
+    with pytest.raises(Stop):
+        out = call(b.ids, b.mask)
+        if where == "output":
+            out.register_hook(_stop)
+        _loss(out, b).backward()
+    if where != "output":
+        handle.remove()
+    toy.zero_grad()
+    for n, p in toy.named_parameters():
+        assert torch.equal(p, before[n])
+    with counting() as seen:
+        _loss(call(other.ids, other.mask), other).backward()
+    assert seen["packed"] == 1
+    _same_grads(expected, _grads(toy))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_token_out_of_range_raises_as_dense_does() -> None:
+    toy, b = Toy(), batch(pad="none")
+    call = compiled(toy)
+    call(b.ids, b.mask)
+    bad = b.ids.clone()
+    bad[1, 3] = 1000
+    with pytest.raises((IndexError, RuntimeError)):
+        call(bad, b.mask)
+    torch.testing.assert_close(call(b.ids, b.mask), toy(b.ids, b.mask), rtol=1e-10, atol=1e-10)
+
+
+# ---- copies and files ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_model_is_copied_and_saved_like_any_other() -> None:
+    toy, b = Toy(), batch(pad="mixed")
+    call = compiled(toy)
+    expected = call(b.ids, b.mask)
+    stock = torch.compile(toy, backend="aot_eager")
+    assert list(call.state_dict()) == list(stock.state_dict())
+    twin = copy.deepcopy(call)
+    with torch.no_grad():
+        twin.head.weight.zero_()
+    torch.testing.assert_close(call(b.ids, b.mask), expected)
+    assert not torch.allclose(twin(b.ids, b.mask), expected)
+    file = io.BytesIO()
+    torch.save(call.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file))
+    torch.testing.assert_close(twin(b.ids, b.mask), expected)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compile_in_place_then_decode() -> None:
+    """`model.compile()` then token by token: one row, growing; right at every step."""
+    toy = Toy()
+    twin = copy.deepcopy(toy)
+    toy.compile(backend="tree", options={"compiler": "aot_eager"})
+    ids = batch(count=2, length=4, pad="none").ids
+    with torch.no_grad():
+        for _ in range(4):
+            logits, expected = toy(ids), twin(ids)
+            torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        one = toy(ids[:1, -1:])
+        torch.testing.assert_close(one, twin(ids[:1, -1:]), rtol=1e-10, atol=1e-10)
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------
+
+
+class Dropping(Toy):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h, seen = self.tokens(ids), causal_and_padding(ids, mask)
+        for layer in self.layers:
+            h = nn.functional.dropout(layer(h, seen, sdpa), 0.5, self.training)
+        return self.head(h)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_train_and_eval_switch() -> None:
+    toy, b = Dropping(), batch(pad="mixed")
+    call = compiled(toy)
+    for training, how in [
+        (True, "dense:dropout"),
+        (False, "packed"),
+        (True, "dense:dropout"),
+        (False, "packed"),
+    ]:
+        toy.train(training)
+        with counting() as seen:
+            out = call(b.ids, b.mask)
+        assert seen[how] == 1
+        assert seen["packed"] + seen["dense"] == 1
+        if not training:
+            torch.testing.assert_close(out[b.kept], toy(b.ids, b.mask)[b.kept], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_without_gradients_then_with_then_inference_mode() -> None:
+    toy, b = Toy(), batch(pad="mixed")
+    expected = toy(b.ids, b.mask)
+    _loss(expected, b).backward()
+    grads = _grads(toy)
+    toy.zero_grad()
+    call = compiled(toy)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with counting() as seen, mode():
+            out = call(b.ids, b.mask)
+        assert seen["packed"] == 1
+        assert not seen["dense"]
+        torch.testing.assert_close(
+            out.detach().clone()[b.kept], expected.detach()[b.kept], rtol=1e-10, atol=1e-10
+        )
+    _loss(out, b).backward()
+    _same_grads(grads, _grads(toy))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_step_function_with_methods_and_keywords() -> None:
+    """def step(model, ids, mask, labels): the trainer's function is compiled, not the module."""
+    toy, b = Toy(), batch(pad="mixed")
+
+    class Trainer:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def step(
+            self, model: nn.Module, ids: Tensor, *, mask: Tensor, labels: Tensor
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            logits = model(ids, mask)
+            loss = (
+                nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+                * self.scale
+            )
+            return loss, {"logits": logits}
+
+    trainer = Trainer(0.5)
+    law.check(
+        trainer.step,
+        toy,
+        b.ids,
+        mask=b.mask,
+        labels=b.labels,
+        kept=b.kept,
+        modules=[toy],
+        loss=lambda out: out[0],
+    )
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_parameters_changed_between_calls_are_seen() -> None:
+    toy, b = Toy(), batch(pad="mixed")
+    call = compiled(toy)
+    optimizer = torch.optim.SGD(toy.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        _loss(call(b.ids, b.mask), b).backward()
+        optimizer.step()
+        torch.testing.assert_close(
+            call(b.ids, b.mask)[b.kept], toy(b.ids, b.mask)[b.kept], rtol=1e-9, atol=1e-9
+        )
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_ids_changed_in_place_between_calls_are_seen() -> None:
+    """The tree is cached by content: a trainer that refills its buffers gets the new tree."""
+    toy, b = Toy(), batch(pad="mixed")
+    call = compiled(toy)
+    call(b.ids, b.mask)
+    b.ids.copy_(batch(pad="mixed", seed=11).ids)
+    b.mask[:, 2] = 0
+    torch.testing.assert_close(
+        call(b.ids, b.mask)[b.kept], toy(b.ids, b.mask)[b.kept], rtol=1e-10, atol=1e-10
+    )

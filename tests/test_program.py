@@ -1,0 +1,162 @@
+"""What a program of a batch does: no tensor over the grid where rows suffice, one tree for many passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.law import VOCAB, Toy, batch, check, compiled, counting
+from treecompile import backend
+from treecompile.runtime.losses import label_index, nll_from_log_probs, weighted_reduction
+from treecompile.runtime.program import TreeProgram
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Largest(TorchDispatchMode):
+    """The largest float tensor that any op gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+def _log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+
+
+class Selected(Toy):
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return (_log_probs(super().forward(ids, mask), labels) * weights).sum()
+
+
+class Entropy(Toy):
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(ids, mask).flatten(0, 1), labels.flatten())
+
+
+class Shifted(Toy):
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        logits = super().forward(ids, mask)[:, :-1]
+        return (_log_probs(logits, labels[:, 1:]) * weights[:, 1:]).sum()
+
+
+@pytest.mark.parametrize("model", [Selected, Entropy, Shifted])
+def test_no_logits_over_the_grid(model: type[Toy], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen equal rows of large vocabulary: forward and backward stay at the size of one row's logits."""
+    toy = model(vocab=200)
+    b = batch(count=16, length=9, pad="none", vocab=200)
+    b.ids[1:] = b.ids[:1]
+    args = (b.ids, b.mask, b.labels, b.weights)
+    check(toy, *args)
+    largest, original = Largest(), TreeProgram.__call__
+
+    def watched(
+        program: TreeProgram, *flat: Any
+    ) -> Any:  # a mode around a compiled function would run it eagerly
+        with largest:
+            return original(program, *flat)
+
+    monkeypatch.setattr(TreeProgram, "__call__", watched)
+    loss = compiled(toy)(*args)
+    with largest:
+        loss.backward()
+    assert 0 < largest.numel <= 2 * 9 * 200
+
+
+def test_policy_and_reference_share_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    original = backend._trees._cache.get
+
+    def get(arrays: Any, build: Any, **settings: Any) -> Any:
+        return original(arrays, lambda: built.append(1) or build(), **settings)
+
+    monkeypatch.setattr(backend._trees._cache, "get", get)
+    backend._trees.clear()
+    b = batch(pad="mixed", seed=21)
+    policy, reference = compiled(Toy()), compiled(Toy())
+    with counting() as seen:
+        policy(b.ids, b.mask)
+        with torch.no_grad():
+            reference(b.ids, b.mask)
+        policy(b.ids, b.mask)
+    assert seen["packed"] == 3
+    assert len(built) == 1
+
+
+def test_a_batch_without_sharing_runs_dense() -> None:
+    b = batch(pad="none", vocab=13)
+    b.ids[:, 0] = torch.arange(6)
+    toy = Toy()
+    with counting() as seen:
+        out = compiled(toy, min_sharing=1.05)(b.ids, b.mask)
+    assert seen["dense:min_sharing"] == 1
+    torch.testing.assert_close(out, toy(b.ids, b.mask), rtol=1e-10, atol=1e-10)
+
+
+def test_loss_in_the_graph_with_nothing_kept() -> None:
+    b = batch(pad="all")
+    check(Selected(), b.ids, b.mask, b.labels, b.weights, expect="empty")
+
+
+def test_a_negative_label_that_dense_refuses_is_refused() -> None:
+    class Unmasked(Toy):
+        def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(ids, mask).log_softmax(-1).gather(-1, labels[..., None]).sum()
+
+    b = batch(pad="none")
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(Unmasked())(b.ids, b.mask, b.labels)
+
+
+def test_half_precision_means_count_exactly() -> None:
+    """1,000 equal rows in bfloat16, where counts above 256 are not all representable."""
+    x = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    weight = torch.tensor([999, 1])
+    grid = x.repeat_interleave(weight)
+    for mean in (False, True):
+        expected = grid.mean() if mean else grid.sum()
+        assert weighted_reduction(x, weight, 0, [0], False, mean, None) == expected
+    bits = torch.tensor([True, False])
+    assert weighted_reduction(bits, weight, 0, [0], False, False, None) == 999
+    assert weighted_reduction(bits, weight, 0, [0], False, False, None).dtype is torch.int64
+
+
+@pytest.mark.parametrize("ignore", [-100, 999, 3])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_loss_from_picked_log_probs(ignore: int, reduction: str) -> None:
+    logits = torch.randn(8, 5, dtype=torch.float64)
+    labels = torch.tensor([0, 1, ignore, 3, 4, ignore, 2, 0])
+    index = label_index(labels, 5, ignore)
+    picked = logits.log_softmax(-1).gather(-1, index[:, None]).squeeze(-1)
+    number = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    expected = F.cross_entropy(logits, labels, ignore_index=ignore, reduction=reduction)
+    torch.testing.assert_close(nll_from_log_probs(picked, labels, number, ignore), expected)
+
+
+def test_factors_over_the_vocabulary_are_not_factors_over_positions() -> None:
+    """V = B * T: a mask of the vocabulary has as many entries as the grid has positions."""
+
+    class Warm(Toy):
+        def forward(self, ids: Tensor, mask: Tensor, allowed: Tensor) -> Tensor:
+            logits = super().forward(ids, mask)
+            heat = 1.0 + torch.arange(ids.shape[0], dtype=torch.float64)[:, None, None]
+            return (logits / heat * allowed).sum(-1).square().sum()
+
+    b = batch(count=2, length=6, pad="left", vocab=12)
+    allowed = torch.ones(12, dtype=torch.int64)
+    allowed[6:] = 0
+    assert VOCAB != 12
+    check(Warm(vocab=12), b.ids, b.mask, allowed)
