@@ -65,8 +65,9 @@ def log_probs(logits: Tensor, labels: Tensor, advantages: Tensor) -> Tensor:
 def language_model(name: str, attention: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "sliding_window": 5, "pad_token_id": 0,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 5,
+        "pad_token_id": 0,
     }  # fmt: skip
     config = getattr(transformers, f"{name}Config")(**sizes)
     config._attn_implementation = attention

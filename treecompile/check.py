@@ -261,6 +261,7 @@ def _program(target: Any, sample: Call, sizes: Sizes, where: str, seed: int) -> 
             x = hidden
             if feed:
                 fed = outs[0].reshape(sizes.B, sizes.T, feed).to(torch.float64)
+                fed = torch.nan_to_num(fed, 0.0, 1.0, -1.0)  # an attention makes NaN of more than it must
                 x = x + torch.nn.functional.linear(fed, given[weight])
             return (_attend(x, given[mixer]), *outs)
         return (hidden, *outs)
