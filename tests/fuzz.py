@@ -148,6 +148,10 @@ def legal(p: Program) -> Program:
         change["positions"] = "restart"
     if p.group > 1 and p.qkv in ("chunk", "stacked"):
         change["qkv"] = "split"
+    if written:
+        change["dynamic"] = (
+            False  # with symbolic sizes floats are symbolic, too, and so is the level of the mask
+        )
     if p.layers == 1 or not change.get("window", p.window):
         change["alternate"] = False
     if p.middle == "mean" and p.layers == 1:
@@ -525,9 +529,12 @@ class Policy(nn.Module):
             self.head = nn.Linear(p.heads * p.size, VOCAB)
         self.double()
         g = torch.Generator().manual_seed(5)
+        size = (
+            0.4 if p.norm != "none" else 0.15
+        )  # larger ones grow from layer to layer, and rounding with them
         with torch.no_grad():
             for x in self.parameters():
-                x.add_(torch.randn(x.shape, generator=g, dtype=torch.float64) * 0.4)
+                x.add_(torch.randn(x.shape, generator=g, dtype=torch.float64) * size)
 
     def part(self, x: Tensor, ahead: bool = False) -> Tensor:
         """The part of the sequence that the tail reads; `ahead` for values that say what comes next."""
@@ -719,7 +726,7 @@ def shrink(case: Case, tries: int = 60) -> Case:
     while simpler and tries > 0:
         simpler = False
         for part in ("data", "program"):
-            for f in dataclasses.fields(getattr(case, part)):
+            for f in reversed(dataclasses.fields(getattr(case, part))):  # what makes it slow comes last
                 now = getattr(getattr(case, part), f.name)
                 options = list(dict.fromkeys(f.metadata.get("options", ())))
                 for option in options[: options.index(now)] if now in options else []:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis
 
 from treecompile import leaves, logs, raised
 from treecompile.leaves import scope
@@ -113,6 +113,8 @@ def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Calla
     try:
         stock: Callable[..., Any] = lookup_backend(options.compiler)(gm, list(inputs))
         return stock
+    except RestartAnalysis:
+        raise  # Dynamo is to capture anew, with a float of the model written in
     except Exception as error:
         return _eager(gm, options.compiler, error)
 
