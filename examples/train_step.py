@@ -14,7 +14,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     loss = train_step(step, batch, torch.optim.AdamW(model.parameters(), lr=1e-4))
     calls = treecompile.counters - before
-    say(f"\ntrained one step: loss {loss:.6f}; {calls['packed']} calls packed, {calls['dense']} dense")
+    say(
+        f"\ntrained one step: loss {loss:.6f}; {calls['packed']} calls packed, {calls['dense']} dense{why(calls)}"
+    )
     say(table(found))
     say()
     report = treecompile.explain(log_probs_of(model), batch.input_ids, batch.attention_mask)
@@ -208,6 +210,12 @@ def table(found: Measurement) -> str:
         f"{law.gradient_null:.1e}; largest: {law.gradient_name})",
     ]
     return "\n".join(lines)
+
+
+def why(calls: Mapping[str, int]) -> str:
+    """Reasons of dense calls, from the counters."""
+    reasons = [name.removeprefix("dense:") for name in calls if name.startswith("dense:")]
+    return f" ({', '.join(sorted(reasons))})" if reasons else ""
 
 
 def run_line(run: Run) -> str:

@@ -56,6 +56,7 @@ class Axis:
     size: sympy.Expr
     span: Span | None = None
     parts: tuple[Axis, ...] | None = None
+    hint: int | None = None
     _parent: Axis | None = None
     serial: int = field(default_factory=lambda: next(_counter))
 
@@ -100,7 +101,25 @@ def _exact_quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 def fresh(size: Any) -> Dim:
     """A dim of one new axis, or () for size one."""
     expr = size if isinstance(size, sympy.Expr) else size_of(size)
-    return () if expr == 1 else (Axis(expr),)
+    return () if expr == 1 else (Axis(expr, hint=_hint(size)),)
+
+
+def _hint(size: Any) -> int | None:
+    """The size seen at capture, for a symbolic one."""
+    if not isinstance(size, torch.SymInt):
+        return int(size) if isinstance(size, (int, sympy.Integer)) else None
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
+def alike(x: Axis, y: Axis) -> bool:
+    """Whether two axes that an op pairs may be one: equal sizes, or symbols that had one value at capture.
+
+    Dynamo gives ids and mask symbols of their own. That they agree in later batches is checked at each call.
+    """
+    x, y = x.find(), y.find()
+    symbolic = not (isinstance(x.size, sympy.Integer) and isinstance(y.size, sympy.Integer))
+    return bool(x.size == y.size) or (symbolic and x.hint is not None and x.hint == y.hint)
 
 
 def resolve(dim: Dim) -> Dim:
@@ -138,7 +157,7 @@ def unify(a: Dim, b: Dim) -> Dim:
         x, y = left.pop(0), right.pop(0)
         if x is y or x.key() == y.key():
             continue
-        if x.size == y.size:
+        if alike(x, y):
             _union(x, y)
             continue
         if 1 in (x.size, y.size):  # broadcast: a slice of one column is not a factor of the sequence
@@ -162,7 +181,7 @@ def _union(x: Axis, y: Axis) -> None:
         # With the same bounds what they are cut from is aligned, too (ids[:, :-1] and mask[:, :-1]).
         a, b = x.span.base.find(), y.span.base.find()
         same = (x.span.start, x.span.stop) == (y.span.start, y.span.stop)
-        if same and a is not b and a.size == b.size and a.parts is None and b.parts is None:
+        if same and a is not b and alike(a, b) and a.parts is None and b.parts is None:
             _union(a, b)
         if x.key() != y.key():
             raise AxisConflict(f"{x} and {y} are different slices")

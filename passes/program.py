@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from treecompile.passes.axes import resolve
 from treecompile.passes.demand import Demand
 from treecompile.passes.emit import Emitter, Extract, Finish, expand_spec, extract, outline_regions, pack_spec
 from treecompile.passes.kinds import Kind, Kinds
@@ -23,7 +24,7 @@ from treecompile.passes.lower import checkpoint_kwargs, lower
 from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
 from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import ARGUMENT, Refusal, reason_at, source_text
-from treecompile.passes.rule import Facts, Infer, lookup, outputs_of
+from treecompile.passes.rule import Facts, Infer, lookup, outputs_of, value_of
 from treecompile.runtime.losses import nll_from_log_probs
 from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
 
@@ -286,6 +287,19 @@ def _drop_dead(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def _shapes(kinds: Kinds) -> tuple[tuple[str, int, int], ...]:
+    """Dims of graph inputs that the proof takes to be the batch or the sequence."""
+    out = []
+    for node in kinds.graph.nodes:
+        if node.op == "placeholder" and isinstance(value_of(node), torch.Tensor):
+            for i, dim in enumerate(kinds.dims(node)):
+                keys = [axis.key() for axis in resolve(dim)]
+                for which, axis in ((0, kinds.batch), (1, kinds.seq)):
+                    if axis is not None and keys == [axis.key()]:
+                        out.append((node.name, i, which))
+    return tuple(out)
+
+
 def _tree_spec(
     kinds: Kinds, inputs: Sequence[Input], demand: Any, lowered: fx.GraphModule
 ) -> tuple[TreeSpec, dict[str, fx.Node]]:
@@ -312,6 +326,6 @@ def _tree_spec(
     additive = [s.spec for s in kinds.sites.values() if s.spec.additive]
     spec = TreeSpec(
         kinds.ids.name, tuple(n.name for n in batched), visible, documents, column, name,
-        bool(additive), min((s.window for s in additive if s.window), default=0),
+        bool(additive), min((s.window for s in additive if s.window), default=0), _shapes(kinds),
     )  # fmt: skip
     return spec, nodes

@@ -124,6 +124,8 @@ class TreeSpec:
         demand: boolean grid value: masked positions that something downstream reads; "" for none, "*" for all.
         additive: a masked query still averages over all keys in the captured graph (finite minimum).
         window: the smallest window, in columns, of an attention with such a mask; 0 for none.
+        shapes: (argument, dim, 0 or 1): dims taken to be the batch (0) or the sequence (1) of the ids. Dynamo guards
+            symbolic sizes one by one, so that they agree is checked at each call.
     """
 
     ids: str
@@ -134,6 +136,7 @@ class TreeSpec:
     demand: str = ""
     additive: bool = False
     window: int = 0
+    shapes: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,9 @@ class TreeProgram:
 
     def __call__(self, *args: Any) -> Any:
         given = dict(zip(self.arguments, args, strict=True))
+        if not self._agree(given):
+            self.observe("dense", "shapes")
+            return self.dense(*args)
         with torch.no_grad():
             grid = dict(
                 zip(self.key_outputs, self.keys(*(given[name] for name in self.key_arguments)), strict=True)
@@ -192,6 +198,13 @@ class TreeProgram:
             return self.dense(*args)
         self.observe("packed", "")
         return self.run(given, grid, batch)
+
+    def _agree(self, given: dict[str, Any]) -> bool:
+        """Whether every argument has the batch and sequence sizes of the others."""
+        sizes: tuple[set[int], set[int]] = (set(), set())
+        for name, dim, axis in self.tree.shapes:
+            sizes[axis].add(given[name].shape[dim])
+        return all(len(found) <= 1 for found in sizes)
 
     def plan(self, grid: dict[str, Any]) -> tuple[PackedBatch | None, str]:
         """The tree of this batch, or why it runs dense."""
@@ -249,7 +262,9 @@ class TreeProgram:
         if i.role == "scalar":
             return grid[i.name]
         if i.role == "quantity":
-            return torch.tensor(grid[i.name], dtype=torch.int64 if isinstance(grid[i.name], int) else torch.float64)
+            return torch.tensor(
+                grid[i.name], dtype=torch.int64 if isinstance(grid[i.name], int) else torch.float64
+            )
         if i.role == "pack":
             return batch.pack(grid[i.name], self.packs[i.name].batched, self.packs[i.name].shape)
         if i.role == "tree":

@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import treecompile
 import treecompile.lowering
 from tests import law, settings
 from tests.models import FAMILIES, Handwritten
@@ -343,6 +344,16 @@ def test_inductor(case: Case) -> None:
 @pytest.mark.parametrize("case", settings.through_inductor(few=False), ids=str)
 def test_inductor_in_all_settings(case: Case) -> None:
     check_inductor(case)
+
+
+def test_configure_keeps_checkpoints_with_the_cache_left_on_in_one_graph() -> None:
+    """transformers logs that it turns the cache off: by default Dynamo breaks the graph at the call."""
+    changed = treecompile.configure()
+    try:
+        check(Case("qwen3", mode="checkpoint", cache="cache"))
+    finally:
+        for name, (before, _) in changed.items():
+            setattr(torch._dynamo.config, name, before)
 
 
 def test_lists_are_complete() -> None:

@@ -1351,3 +1351,168 @@ many(
         loss(lambda x, i, m, y, w: ((x.argmax(-1) == y) & (y != -100)).sum() + (x * w[..., None]).sum()),
     ),
 )
+
+
+# ---- rows and columns rearranged ------------------------------------------------------------------------------------
+
+
+def _scatter_along(h: Tensor, *_: Any) -> Tensor:
+    index = (torch.arange(h.shape[1]) // 2)[None, :, None].expand_as(h)
+    return h + torch.zeros_like(h).scatter_add(1, index, h)
+
+
+def _convolved(h: Tensor, *_: Any) -> Tensor:
+    return h + F.conv1d(F.pad(h.mT, (2, 0)), h.new_ones(h.shape[2], 1, 3), groups=h.shape[2]).mT
+
+
+def _identity_index(h: Tensor, *_: Any) -> Tensor:
+    return h[torch.arange(h.shape[0])[:, None], torch.arange(h.shape[1])] * 2
+
+
+def _masked_mean(h: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    return h - (h * mask[..., None]).sum((0, 1)) / mask.sum()
+
+
+def scrambled(length: int, count: int = 3) -> Callable[[], Case]:
+    """A view that reads [B, T] as [T, B]."""
+    return lambda: on(
+        Toy(middle=lambda h, *_: h + h.flatten(0, 1).view(length, count, WIDTH).transpose(0, 1)),
+        batch(count=count, length=length, pad="none"),
+    )
+
+
+def reshaped(length: int) -> Callable[[], Case]:
+    """A view that reads [T, H] as [H, T]."""
+    return lambda: on(
+        Toy(middle=lambda h, *_: h + h.reshape(h.shape[0], WIDTH, length).mT),
+        batch(length=length, pad="none"),
+    )
+
+
+many(
+    ("row_added_to_all", "misaligned", middle(lambda h, *_: h + h[:1])),
+    ("rows_rolled", "mixes-tokens", middle(lambda h, *_: h + h.roll(1, 0))),
+    ("rows_flipped", "mixes-tokens", middle(lambda h, *_: h + h.flip(0))),
+    ("rows_joined", "mixes-tokens", middle(lambda h, *_: torch.cat([h, h], 0)[: h.shape[0]])),
+    ("columns_joined", "mixes-tokens", middle(lambda h, *_: torch.cat([h, h], 1)[:, : h.shape[1]])),
+    ("halves_swapped", "mixes-tokens", middle(lambda h, *_: torch.cat(h.chunk(2, 0)[::-1], 0))),
+    ("columns_by_arange", "packed", middle(lambda h, *_: h[:, torch.arange(h.shape[1])] * 2)),
+    ("grid_by_arange", "packed", middle(_identity_index)),
+    (
+        "columns_by_reversed_arange",
+        "mixes-tokens",
+        middle(lambda h, *_: h[:, torch.arange(h.shape[1]).flip(0)]),
+    ),
+    ("columns_by_shifted_arange", "mixes-tokens", middle(lambda h, *_: h[:, (torch.arange(9) + 1) % 9])),
+    ("scatter_along_the_row", "mixes-tokens", middle(_scatter_along)),
+    ("convolution", "mixes-tokens", middle(_convolved)),
+    ("norm_over_tokens", "mixes-tokens", middle(lambda h, *_: F.layer_norm(h, h.shape[1:]))),
+    ("difference", "mixes-tokens", middle(lambda h, *_: torch.diff(h, dim=1, prepend=h[:, :1]))),
+    ("masked_mean_over_tokens", "packed", middle(_masked_mean)),
+    ("zero_at_padding", "packed", middle(lambda h, ids, mask: h * mask[..., None])),
+    (
+        "zero_at_padding_by_where",
+        "packed",
+        middle(lambda h, ids, mask: torch.where(mask[..., None] > 0, h, 0.0)),
+    ),
+    ("scrambled_view", "mixes-tokens", scrambled(9)),
+    ("scrambled_view_uneven", "mixes-tokens", scrambled(10)),
+    ("reshaped_view", "mixes-tokens", reshaped(9)),
+    ("reshaped_view_multiple", "mixes-tokens", reshaped(24)),
+)
+
+
+# ---- inputs in other types -----------------------------------------------------------------------------------------
+
+
+def typed(change: Callable[[Batch], tuple[Tensor, Tensor]], pad: str = "mixed") -> Callable[[], Case]:
+    def build() -> Case:
+        b = batch(pad=pad)
+        return Case(Toy(), change(b), {"kept": b.kept})
+
+    return build
+
+
+many(
+    ("ids_int32", "packed", typed(lambda b: (b.ids.int(), b.mask.int()))),
+    ("mask_bool", "packed", typed(lambda b: (b.ids, b.mask.bool()))),
+    ("mask_float", "packed", typed(lambda b: (b.ids, b.mask.float()))),
+    ("mask_of_other_numbers", "packed", typed(lambda b: (b.ids, b.mask * 7))),
+    (
+        "ids_not_contiguous",
+        "packed",
+        typed(lambda b: (b.ids.t().contiguous().t(), b.mask.repeat(1, 2)[:, :9])),
+    ),
+    ("mask_of_one_row", "packed", typed(lambda b: (b.ids, torch.ones(1, 9, dtype=torch.int64)), pad="none")),
+    ("no_rows", "empty", lambda: on(Toy(), batch(count=0, pad="none"))),
+)
+
+
+class Looked(Toy):
+    """Token embeddings with options."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(embed=lambda model, ids, *_: F.embedding(ids, model.tokens.weight, **settings))
+
+
+@trap("in-place")
+def embedding_with_max_norm() -> Case:
+    return on(Looked(max_norm=1.0), batch(), backward=False)
+
+
+many(
+    ("embedding_with_padding_id", "packed", lambda: on(Looked(padding_idx=BAD), batch())),
+    ("embedding_scaled_by_frequency", "embedding", lambda: on(Looked(scale_grad_by_freq=True), batch())),
+)
+
+
+@trap("no-token-ids")
+def ids_by_one_hot() -> Case:
+    def embed(model: Toy, ids: Tensor, *_: Any) -> Tensor:
+        return F.one_hot(ids, VOCAB).double() @ model.tokens.weight
+
+    return on(Toy(embed=embed), batch())
+
+
+@trap("packed")
+def complex_rotary() -> Case:
+    """Llama's own rotary embedding: pairs of features as complex numbers."""
+
+    def turn(x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * 0.5 ** torch.arange(x.shape[3] // 2)
+        turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(
+            torch.ones_like(angle), angle
+        )
+        return torch.view_as_real(turned).flatten(3)
+
+    return on(
+        Toy(embed=tokens_only, attend=lambda q, k, v, m: sdpa(turn(q), turn(k), v, m)), batch(pad="mixed")
+    )
+
+
+class Encoder(nn.Module):
+    """torch.nn's own encoder layer, with its causal mask and its key padding mask."""
+
+    def __init__(self, padded: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.padded = padded
+        self.double()
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=torch.float64)
+        pads = (
+            torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask == 0, -math.inf)
+            if self.padded
+            else None
+        )
+        return self.layer(
+            self.tokens(ids), src_mask=causal, src_key_padding_mask=pads, is_causal=not self.padded
+        )
+
+
+many(
+    ("torch_encoder_layer", "packed", lambda: on(Encoder(False), batch(pad="none"))),
+    ("torch_encoder_layer_padded", "packed", lambda: on(Encoder(True), batch(pad="right"))),
+)

@@ -124,12 +124,13 @@ def _stages(draft: Draft, sources: Sequence[str]) -> dict[str, str]:
     def packed(i: int, _: fx.Node) -> Argument:
         return _input(draft.inputs[i], given, names)
 
+    keys, tail = draft.keys, draft.tail
     texts = (
         ("lowered", draft.lowered, "flat ATen graph", lambda i, _: given[placeholders[i]]),
-        ("keys", draft.keys.module, "before the tree: its key, masks and labels, on the grid",
-        known(draft.keys.inputs)), ("packed", draft.packed, "one row of N packed tokens", packed), ("tail",
-        draft.tail.module, "after the tree: what belongs to rows, on the grid", known(draft.tail.inputs)),
-    )  # fmt: skip
+        ("keys", keys.module, "before the tree: its key, masks and labels, on the grid", known(keys.inputs)),
+        ("packed", draft.packed, "one row of N packed tokens", packed),
+        ("tail", tail.module, "after the tree: what belongs to rows, on the grid", known(tail.inputs)),
+    )
     return {name: graph_text(gm, title, names, what, name) for name, gm, title, what in texts}
 
 
@@ -145,8 +146,14 @@ def _input(spec: Input, given: dict[str, Argument], names: Names) -> Argument:
     name = argument.note if argument is not None else names.known.get(spec.name, spec.name)
     if spec.role == "argument" and argument is not None:
         return argument
-    note = {"constant": "constant tensor", "number": f"the number {name}", "quantity": f"the number {name}", "scalar": f"the scalar {name}",
-            "pack": f"{name} of packed tokens", "index": f"{name} of grid positions"}[spec.role]  # fmt: skip
+    note = {
+        "constant": "constant tensor",
+        "number": f"the number {name}",
+        "quantity": f"the number {name}",
+        "scalar": f"the scalar {name}",
+        "pack": f"{name} of packed tokens",
+        "index": f"{name} of grid positions",
+    }.get(spec.role, f"{spec.role} {name}")
     word = argument.word if argument is not None else name
     return Argument(f"{spec.role} {spec.name}", f"{word}_packed" if spec.role == "pack" else word, note + of)
 

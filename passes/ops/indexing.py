@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from treecompile.passes.axes import AxisConflict, Dim, Dims, fresh, regroup, resolve
+from treecompile.passes.axes import AxisConflict, Dim, Dims, alike, fresh, regroup, resolve
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.rule import Facts, Infer, Rule, value_of
 from treecompile.passes.samples import Call, call, grid, tokens, weight
@@ -65,6 +65,10 @@ def infer_index(infer: Infer, node: fx.Node) -> Facts:
 
 
 def _covers(dim: Dim, iota: Dim) -> bool:
+    """Whether a counting index runs over the whole dim."""
+    ours, theirs = resolve(dim), resolve(iota)
+    if len(ours) == len(theirs) == 1:
+        return alike(ours[0], theirs[0])
     try:
         regroup((dim,), [_size(iota)])
     except AxisConflict:
