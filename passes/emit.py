@@ -195,6 +195,8 @@ class Emitter:
 
     def run(self, wanted: Iterable[fx.Node]) -> None:
         """Emit everything that `wanted` values (and gathers) need, in the order of the captured graph."""
+        for name in TREE_FIELDS:  # first and in one order, so that captures of one model have one packed graph
+            self.tree(name)
         needed = self._needed(wanted)
         for node in self.source.nodes:
             if node.target in _MODES:
@@ -265,6 +267,10 @@ class Emitter:
         if isinstance(arg, fx.Node) and arg not in self.env and self.kinds.values[arg].kind is Kind.OTHER:
             return self.input(Input("quantity", arg.name))
         return self.get(arg)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """The node as captured, on packed arguments."""
+        return self._copy(node)
 
     # ---- forms ----------------------------------------------------------------------------------------------------
 

@@ -391,6 +391,8 @@ class Kinds:
         for dim in facts.mixed:
             if self.token_axes((dim,)):
                 return self._mixing_reason(node, dim)
+        if node.target is aten.index.Tensor and self._reads_grid(node):
+            return self._mixing_reason(node, self.dims(node.args[0])[0])
         for a, b in facts.pairs:
             if self.token_axes((a, b)) and resolve(a) and resolve(b) and not same_dim(a, b):
                 return reason_at(
@@ -406,6 +408,12 @@ class Kinds:
             if any(self.is_batch(x) and x.find().span is not None for x in self.token_axes(out)):
                 return self._mixing_reason(node, out[0])
         return self._crossing(node, args)
+
+    def _reads_grid(self, node: fx.Node) -> bool:
+        """Whether packed rows are read by several indices: ``h[rows, columns]``."""
+        indexed = [dim for dim, i in zip(self.dims(node.args[0]), node.args[1], strict=False) if i is not None]
+        shared = self.values[node.args[0]].kind is Kind.SHARED
+        return shared and len(indexed) > 1 and bool(self.token_axes(indexed))
 
     def _crossing(self, node: fx.Node, args: list[fx.Node]) -> Reason | None:
         """Whether the grid operands of a shared op may become columns of the key."""
@@ -505,6 +513,14 @@ class Kinds:
 
     def _refuse_random(self, node: fx.Node, rule: Rule | None) -> None:
         target = node.target
+        if target is aten.embedding.default and arg(node, 3, "scale_grad_by_freq", False):
+            raise Refusal(
+                reason_at(
+                    node, "embedding", "an embedding whose gradient is scaled by frequency",
+                    "a token counts once in the tree and once a row in the batch",
+                    "drop scale_grad_by_freq",
+                )  # fmt: skip
+            )
         if rule is not None and rule.random:
             p, train = arg(node, 1, "p", 0.5), arg(node, 2, "train", True)
             if train and p != 0:

@@ -120,12 +120,32 @@ def lower(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, dic
         if node.op == "call_function" and REGION not in node.meta.get("custom", {}):
             node.meta["custom"] = {k: v for k, v in node.meta.get("custom", {}).items() if k != REGION}
     _functionalize(lowered)
+    _drop_identities(lowered)
     return lowered, regions
 
 
 def checkpoint_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the checkpoint call that the emitter writes."""
     return {name: value for name, value in kwargs.items() if name in ("use_reentrant", "preserve_rng_state")}
+
+
+def _drop_identities(gm: fx.GraphModule) -> None:
+    """Erase aliases and slices of everything: static and symbolic captures differ in them, and in nothing else."""
+    for node in list(gm.graph.nodes):
+        whole = node.target is aten.alias.default or (
+            node.target is aten.slice.Tensor
+            and isinstance(node.meta.get("val"), torch.Tensor)
+            and _sizes(node) == _sizes(node.args[0])
+            and (len(node.args) < 5 or node.args[4] == 1)
+        )
+        if whole:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _sizes(node: fx.Node) -> list[Any]:
+    return [s.node.expr if isinstance(s, torch.SymInt) else s for s in node.meta["val"].shape]
 
 
 def _functionalize(gm: fx.GraphModule) -> None:

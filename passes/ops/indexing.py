@@ -13,6 +13,7 @@ from treecompile.passes.rule import Facts, Infer, Rule, value_of
 from treecompile.passes.samples import Call, call, grid, tokens, weight
 
 if TYPE_CHECKING:
+    from treecompile.passes.emit import Emitter
     from treecompile.passes.kinds import Kinds, Value
 
 aten = torch.ops.aten
@@ -86,6 +87,15 @@ def special_index(kinds: Kinds, node: fx.Node) -> Value | None:
     return kinds.select_rows(node)
 
 
+def emit_index(emitter: Emitter, node: fx.Node) -> fx.Node:
+    """Packed rows read by a count over all of them are these rows; the packed count itself says columns."""
+    indexed = [dim for dim, index in zip(emitter.dims(node.args[0]), indices_of(node), strict=False) if index is not None]
+    if any(emitter.is_token_dim(dim) for dim in indexed):
+        same: fx.Node = emitter.get(node.args[0])
+        return same
+    return emitter.copy(node)
+
+
 def special_gather(kinds: Kinds, node: fx.Node) -> Value | None:
     return kinds.gather_private(node)
 
@@ -155,7 +165,7 @@ RULES = [
     Rule("embedding", (aten.embedding.default,), infer_embedding, samples=SAMPLES),
     Rule("index", (aten.index_select.default,), infer_index_select, samples=SAMPLES),
     Rule("index", (aten.gather.default,), infer_gather, special=special_gather, samples=SAMPLES),
-    Rule("index", (aten.index.Tensor,), infer_index, special=special_index, samples=SAMPLES),
+    Rule("index", (aten.index.Tensor,), infer_index, emit_index, special_index, samples=SAMPLES),
     Rule("index", (aten.one_hot.default,), infer_one_hot, samples=SAMPLES),
     Rule(
         "scatter",

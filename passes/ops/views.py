@@ -108,6 +108,14 @@ def infer_t(infer: Infer, node: fx.Node) -> Facts:
     return Facts([(*dims[:-2], dims[-1], dims[-2])])
 
 
+def infer_complex(infer: Infer, node: fx.Node) -> Facts:
+    """view_as_complex reads the last dim as real and imaginary part, view_as_real writes them."""
+    dims = infer.dims(node.args[0])
+    if node.target is aten.view_as_real.default:
+        return Facts([(*dims, fresh(2))])
+    return Facts([dims[:-1]], mixed=[dims[-1]])
+
+
 def infer_expand(infer: Infer, node: fx.Node) -> Facts:
     dims = infer.dims(node.args[0])
     shape = tuple(value_of(node).shape)
@@ -372,6 +380,8 @@ SAMPLES: dict[Any, list[Call]] = {
         call(tokens("BT F"), 0, sizes("T B")),
         call(tokens(), 1, sizes("U 2")),
     ],
+    aten.view_as_complex.default: [call(tokens("B T F 2"))],
+    aten.view_as_real.default: [call(tokens("B T F", "complex"))],
     aten.squeeze.default: [call(tokens("B T 1 F"))],
     aten.squeeze.dim: [call(tokens("B T 1"), -1), call(tokens(), 1)],
     aten.squeeze.dims: [call(tokens("B 1 T 1"), [1, 3])],
@@ -478,6 +488,7 @@ RULES = [
     Rule("view", (aten.permute.default,), infer_permute, samples=SAMPLES),
     Rule("view", (aten.transpose.int,), infer_transpose, samples=SAMPLES),
     Rule("view", (aten.t.default, aten.mT.default, aten.numpy_T.default), infer_t, samples=SAMPLES),
+    Rule("complex", (aten.view_as_complex.default, aten.view_as_real.default), infer_complex, samples=SAMPLES),
     Rule("view", (aten.expand.default, aten.expand_as.default), infer_expand, emit_expand, samples=SAMPLES),
     Rule("view", (aten.repeat.default,), infer_repeat, emit_repeat, samples=SAMPLES),
     Rule("view", (aten.repeat_interleave.self_int,), infer_repeat_interleave, samples=SAMPLES),
