@@ -647,14 +647,14 @@ class Kinds:
                 spec = MaskSpec(causal=True)
             site = AttentionSite(q, k, v, spec, scale)
         if mask is not None:
-            site = replace(site, spec=spec.merge(self._classify(node, [self.masks.express(mask)])))
+            site = replace(site, spec=spec.merge(self._classify(node, [self.masks.express(mask)], kernel=True)))
         return self._site(node, site)
 
-    def _classify(self, node: fx.Node, exprs: Iterable[Any]) -> MaskSpec:
+    def _classify(self, node: fx.Node, exprs: Iterable[Any], kernel: bool = False) -> MaskSpec:
         spec = MaskSpec()
         try:
             for expr in exprs:
-                spec = spec.merge(self.masks.classify(expr))
+                spec = spec.merge(self.masks.classify(expr, kernel))
         except Unproved as unproved:
             raise Refusal(
                 reason_at(

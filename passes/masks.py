@@ -433,8 +433,11 @@ class MaskReader:
 
     # ---- classification -------------------------------------------------------------------------------------------
 
-    def classify(self, expr: Any) -> MaskSpec:
+    def classify(self, expr: Any, kernel: bool = False) -> MaskSpec:
         """The terms of a mask as it meets the scores: dim -2 is the query, dim -1 the key.
+
+        Args:
+            kernel: the attention is one op, which gives zero where a query adds -inf to all keys.
 
         Raises:
             Unproved: with the expression.
@@ -443,7 +446,7 @@ class MaskReader:
             raise Unproved("the mask is built by ops that the mask algebra cannot read")
         additive = not _is_truth(expr) and expr not in (sympy.true, sympy.false)
         truth = self._visible_where_zero(expr) if additive else expr
-        spec = MaskSpec(additive=additive)
+        spec = MaskSpec(additive=additive and not (kernel and self._adds_only_infinity(expr)))
         for term in sympy.And.make_args(
             sympy.to_nnf(truth) if truth not in (sympy.true, sympy.false) else truth
         ):
@@ -466,6 +469,12 @@ class MaskReader:
                 taken = sympy.Or(taken, cond)
             terms.append(visible)
         return sympy.And(*terms)
+
+    def _adds_only_infinity(self, expr: Any) -> bool:
+        """Whether an additive mask is zero or -inf."""
+        parts = (sympy.piecewise_fold(part) for part in sympy.Add.make_args(expr))
+        pieces = (part.args if isinstance(part, sympy.Piecewise) else ((part, sympy.true),) for part in parts)
+        return all(value in (0, -sympy.oo) for options in pieces for value, _ in options)
 
     def _term(self, term: Any, whole: Any) -> MaskSpec:
         if term is sympy.true:

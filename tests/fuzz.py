@@ -630,7 +630,7 @@ def _expected(case: Case, how: str) -> bool:
     return how == "packed"
 
 
-class _Called:
+class Called:
     """A model whose outputs are compared at kept positions only."""
 
     def __init__(self, call: Any, model: Policy, given: Inputs) -> None:
@@ -693,11 +693,11 @@ def _run_cases(cases: Sequence[Case]) -> Iterator[Outcome]:
         wrong, seen = "", Counter[str]()
         try:
             with around:
-                dense = _one(_Called(model, model, given), parameters)
+                dense = _one(Called(model, model, given), parameters)
                 backend.clear()  # trees of another plan
                 with counting() as seen, planned(case.data.tile):
-                    found = _one(_Called(tree, model, given), parameters)
-            compare(*_scaled(dense, found), TOLERANCE)
+                    found = _one(Called(tree, model, given), parameters)
+            compare(*scaled(dense, found), TOLERANCE)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         slugs = [key.removeprefix("dense:") for key in seen if key.startswith("dense:")]
@@ -707,12 +707,12 @@ def _run_cases(cases: Sequence[Case]) -> Iterator[Outcome]:
         yield Outcome(case, how, wrong)
 
 
-def _one(call: _Called, parameters: dict[str, Tensor]) -> Run:
+def _one(call: Called, parameters: dict[str, Tensor]) -> Run:
     backward = not call.model.p.no_grad
     return run(call, call.given.args, {}, parameters=parameters, kept=None, backward=backward)
 
 
-def _scaled(dense: Run, found: Run) -> tuple[Run, Run]:
+def scaled(dense: Run, found: Run) -> tuple[Run, Run]:
     """Gradients over the largest of all: where one cancels to zero, what is left is the rounding of the others."""
     largest = max((float(x.abs().max()) for x in dense.grads.values()), default=1.0)
     by = 1.0 / largest if 0 < largest < math.inf else 1.0

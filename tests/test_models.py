@@ -231,9 +231,12 @@ ROUNDED_SCORES = 1e-6
 
 def expected(case: Case) -> str:
     """How a case must run: packed, or the slug of the reason why this batch cannot."""
-    reads_blind = case.ask == "all_labels" and bool(blind(case)[:, :-1].any())
-    if reads_blind and case.attention in ("eager", "flex"):
-        return "masked-query"  # with an additive mask, such a query may average over all keys, causal or not
+    arguments = settings.sample(case).arguments
+    if case.attention == "eager" and "labels" in arguments:
+        # A query that sees nothing averages over all keys there, causal or not. A loss reads it where the next
+        # token has a label; so does left padding before the first token.
+        if bool((blind(case)[:, :-1] & (arguments["labels"][:, 1:] != -100)).any()):
+            return "masked-query"
     return "packed"
 
 

@@ -788,6 +788,7 @@ many(
     ("table_slice", "packed", table(lambda p, t: p[:t])),
     ("table_of_this_length", "packed", table(lambda p, t: p, rows=9)),
     ("table_by_arange", "packed", table(lambda p, t: p[torch.arange(t)])),
+    ("table_of_this_length_by_arange", "packed", table(lambda p, t: p[torch.arange(t)], rows=9)),
     ("table_with_offset", "packed", table(lambda p, t: p[2 : t + 2])),
     ("table_by_arange_with_offset", "packed", table(lambda p, t: p[torch.arange(t) + 2])),
     ("table_reversed", "packed", table(lambda p, t: p[t - 1 - torch.arange(t)])),
@@ -1390,14 +1391,14 @@ def reshaped(length: int) -> Callable[[], Case]:
 
 
 many(
-    ("row_added_to_all", "misaligned", middle(lambda h, *_: h + h[:1])),
+    ("row_added_to_all", "mixes-tokens", middle(lambda h, *_: h + h[:1])),
     ("rows_rolled", "mixes-tokens", middle(lambda h, *_: h + h.roll(1, 0))),
     ("rows_flipped", "mixes-tokens", middle(lambda h, *_: h + h.flip(0))),
     ("rows_joined", "mixes-tokens", middle(lambda h, *_: torch.cat([h, h], 0)[: h.shape[0]])),
     ("columns_joined", "mixes-tokens", middle(lambda h, *_: torch.cat([h, h], 1)[:, : h.shape[1]])),
     ("halves_swapped", "mixes-tokens", middle(lambda h, *_: torch.cat(h.chunk(2, 0)[::-1], 0))),
     ("columns_by_arange", "packed", middle(lambda h, *_: h[:, torch.arange(h.shape[1])] * 2)),
-    ("grid_by_arange", "packed", middle(_identity_index)),
+    ("grid_by_arange", "mixes-tokens", middle(_identity_index)),
     (
         "columns_by_reversed_arange",
         "mixes-tokens",
@@ -1444,7 +1445,6 @@ many(
         typed(lambda b: (b.ids.t().contiguous().t(), b.mask.repeat(1, 2)[:, :9])),
     ),
     ("mask_of_one_row", "packed", typed(lambda b: (b.ids, torch.ones(1, 9, dtype=torch.int64)), pad="none")),
-    ("no_rows", "empty", lambda: on(Toy(), batch(count=0, pad="none"))),
 )
 
 
@@ -1514,5 +1514,5 @@ class Encoder(nn.Module):
 
 many(
     ("torch_encoder_layer", "packed", lambda: on(Encoder(False), batch(pad="none"))),
-    ("torch_encoder_layer_padded", "packed", lambda: on(Encoder(True), batch(pad="right"))),
+    ("torch_encoder_layer_padded", "mixes-tokens", lambda: on(Encoder(True), batch(pad="right"))),
 )
