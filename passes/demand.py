@@ -121,7 +121,7 @@ class Demand:
         order = []
         for axis in axes_of(kinds.dims(factor)):
             along = kinds.region_of_axis(axis)
-            if not kinds.is_batch(axis) and along is not None and along != region:
+            if not kinds.is_batch(axis) and along is not None and not _as_long(along, region):
                 return EVERYWHERE
             order.append(0 if kinds.is_batch(axis) else 2 if along is None else 1)
         tokens = [place for place in order if place < 2]
@@ -171,3 +171,21 @@ class Demand:
     def _join(self, target: Any, a: fx.Node, b: fx.Node) -> fx.Node:
         with self.kinds.graph.inserting_before(self._output):
             return self.kinds.graph.call_function(target, (a, b))
+
+
+def _as_long(a: Region, b: Region) -> bool:
+    """Whether two regions pair position by position: logits[:, :-1] and mask[:, 1:] do, column by column."""
+    return a == b or (_dropped(a) is not None and _dropped(a) == _dropped(b))
+
+
+def _dropped(region: Region) -> int | None:
+    """How many columns a region leaves out; None where that is not a number."""
+    total = 0
+    for kind, *bounds in region:
+        if kind != "slice":
+            return None
+        start, stop = bounds
+        if not isinstance(start, int) or start < 0 or not (stop is None or (isinstance(stop, int) and stop < 0)):
+            return None
+        total += start - (stop or 0)
+    return total

@@ -337,15 +337,16 @@ class Kinds:
 
     def _as_table(self, node: fx.Node) -> Value:
         """A weight along the whole sequence: its rows are read by column."""
-        if self.region(node) != WHOLE:
+        along = [dim for dim in self.dims(node) if self.seq_axes((dim,))]
+        if self.region(node) != WHOLE or len(resolve(along[0])) != 1:
             return Value(Kind.PRIVATE, reason=self._sliced_table(node))
         self.uses_column = True
         return Value(Kind.SHARED, form="table")
 
     def _sliced_table(self, node: fx.Node) -> Reason:
         return reason_at(
-            node, "misaligned", f"{_op_name(node)} runs over a slice of the sequence",
-            "a table by column is read for whole rows", "nothing to do: it runs on the expanded values",
+            node, "misaligned", f"{_op_name(node)} runs over a part of the sequence, or merged with other dims",
+            "a table by column has one row for each column", "give the table a dim of its own for the column",
         )  # fmt: skip
 
     def _constant_tensor(self, node: fx.Node) -> Value:
@@ -380,7 +381,8 @@ class Kinds:
         facts = self.infer.facts[node]
         name = _op_name(node)
         if rule is None or facts.opaque:
-            if self.token_axes(dim for a in args for dim in self.dims(a)):
+            read = (dim for a in args for dim in self.dims(a))
+            if self.token_axes([*read, *(dim for out in facts.outs for dim in out)]):
                 return reason_at(
                     node,
                     "no-rule",
@@ -391,6 +393,12 @@ class Kinds:
         for dim in facts.mixed:
             if self.token_axes((dim,)):
                 return self._mixing_reason(node, dim)
+        if self._makes_tokens(node, rule, args):
+            return reason_at(
+                node, "sequence-sized", f"{name} makes a value along the sequence out of values that are not",
+                "its length is written in the graph, and packed rows are not the columns of the batch",
+                "read a table by column (table[:length], or an embedding of positions)",
+            )  # fmt: skip
         if node.target is aten.index.Tensor and self._reads_grid(node):
             return self._mixing_reason(node, self.dims(node.args[0])[0])
         for a, b in facts.pairs:
@@ -408,6 +416,21 @@ class Kinds:
             if any(self.is_batch(x) and x.find().span is not None for x in self.token_axes(out)):
                 return self._mixing_reason(node, out[0])
         return self._crossing(node, args)
+
+    def _makes_tokens(self, node: fx.Node, rule: Rule | None, args: list[fx.Node]) -> bool:
+        """Whether a token axis of the result comes from nowhere: not from an operand, nor from a size we rewrite."""
+        known = {axis.key() for a in args for axis in self.token_axes(self.dims(a))}
+        made = [
+            axis
+            for out in self.infer.facts[node].outs
+            for axis in self.token_axes(out)
+            if axis.key() not in known
+        ]
+        if not made or rule is None or rule.family in ("full", "arange"):
+            return False
+        if node.target is aten.slice.Tensor:
+            return bool(arg(node, 4, "step", 1) != 1)
+        return node.target not in (aten.expand.default, aten.expand_as.default, aten.repeat.default)
 
     def _reads_grid(self, node: fx.Node) -> bool:
         """Whether packed rows are read by several indices: ``h[rows, columns]``."""

@@ -474,7 +474,8 @@ class MaskReader:
         """Whether an additive mask is zero or -inf."""
         parts = (sympy.piecewise_fold(part) for part in sympy.Add.make_args(expr))
         pieces = (part.args if isinstance(part, sympy.Piecewise) else ((part, sympy.true),) for part in parts)
-        return all(value in (0, -sympy.oo) for options in pieces for value, _ in options)
+        values = [value for options in pieces for value, _ in options]
+        return all(value.is_number and float(value) in (0.0, -math.inf) for value in values)
 
     def _term(self, term: Any, whole: Any) -> MaskSpec:
         if term is sympy.true:

@@ -99,7 +99,7 @@ class Data:
     count: int = _of(2, 1, 3, 4, 5, 6)
     length: int = _of(4, 5, 6, 7, 8, 9, 10)
     pad: str = _of("none", "right", "left", "both")
-    holes: bool = _of(False, False, True)
+    holes: str = _of("", "", "columns", "scattered")
     empty: bool = _of(False, False, False, True)
     labelled: str = _of("some", "some", "all")
     tile: int = _of(64, 1, 3)  # of the plan of tree attention: 64 masks a tree of this size as a whole
@@ -181,7 +181,7 @@ def draw(g: random.Random, count: int = BATCHES) -> list[Case]:
             data = dataclasses.replace(data, count=3)  # one row is one more capture
         if _averages(program, data) and g.random() < 0.9:
             plain = "none" if program.window or program.documents != "none" else "right"
-            data = dataclasses.replace(data, pad=plain, holes=False, empty=False)
+            data = dataclasses.replace(data, pad=plain, holes="", empty=False)
         batches.append(data)
     return [Case(program, data) for data in batches]
 
@@ -238,6 +238,11 @@ def _place(d: Data, rows: list[list[int]], g: random.Random) -> tuple[Tensor, Te
     ids = torch.tensor([[g.randrange(VOCAB) for _ in range(d.length)] for _ in range(d.count)])
     mask = torch.zeros(d.count, d.length, dtype=torch.int64)
     for b, row in enumerate(rows):
+        if d.holes == "scattered":  # equal tokens at other columns
+            row = row[: d.length - g.randint(0, d.length // 2)]
+            at = torch.tensor(sorted(g.sample(range(d.length), len(row))))
+            ids[b, at], mask[b, at] = torch.tensor(row), 1
+            continue
         if d.pad == "none":
             row = row + [g.randrange(VOCAB) for _ in range(d.length - len(row))]
         elif len(row) == d.length:
@@ -246,7 +251,7 @@ def _place(d: Data, rows: list[list[int]], g: random.Random) -> tuple[Tensor, Te
         start = {"left": free, "both": g.randint(0, free)}.get(d.pad, 0)
         ids[b, start : start + len(row)] = torch.tensor(row)
         mask[b, start : start + len(row)] = 1
-    if d.holes:
+    if d.holes == "columns":
         mask[:, g.randrange(d.length)] = 0
         mask[g.randrange(d.count), g.randrange(d.length)] = 0
     if d.empty:

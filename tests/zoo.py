@@ -1516,3 +1516,45 @@ many(
     ("torch_encoder_layer", "packed", lambda: on(Encoder(False), batch(pad="none"))),
     ("torch_encoder_layer_padded", "mixes-tokens", lambda: on(Encoder(True), batch(pad="right"))),
 )
+
+
+# ---- values along the sequence that come from nowhere -----------------------------------------------------
+
+
+class Assembled(Toy):
+    """A table by column put together in the model."""
+
+    def __init__(self, make: Callable[[Toy, int], Tensor], **extra: tuple[int, ...]) -> None:
+        super().__init__(
+            embed=lambda model, ids, *_: model.tokens(ids) + make(model, ids.shape[1]), extra=extra
+        )
+
+
+def assembled(make: Callable[[Any, int], Tensor], **extra: tuple[int, ...]) -> Callable[[], Case]:
+    return lambda: on(Assembled(make, **extra), batch(pad="mixed"))
+
+
+many(
+    (
+        "table_joined",
+        "sequence-sized",
+        assembled(lambda m, t: torch.cat([m.a, m.b]), a=(4, WIDTH), b=(5, WIDTH)),
+    ),
+    (
+        "table_stacked",
+        "sequence-sized",
+        assembled(lambda m, t: torch.stack([m.a * i for i in range(9)]), a=(WIDTH,)),
+    ),
+    ("table_flat", "misaligned", assembled(lambda m, t: m.a.view(t, WIDTH), a=(9 * WIDTH,))),
+    ("table_split", "sequence-sized", assembled(lambda m, t: m.a.split(9)[1], a=(18, WIDTH))),
+    ("table_strided", "sequence-sized", assembled(lambda m, t: m.a[::2], a=(18, WIDTH))),
+    ("table_expanded", "packed", assembled(lambda m, t: m.a.expand(t, WIDTH), a=(WIDTH,))),
+    ("table_repeated", "packed", assembled(lambda m, t: m.a.repeat(t, 1), a=(WIDTH,))),
+    ("table_transposed", "packed", assembled(lambda m, t: m.a.t(), a=(WIDTH, 9))),
+    ("table_projected", "packed", assembled(lambda m, t: m.a[:t] @ m.b, a=(32, 3), b=(3, WIDTH))),
+    (
+        "columns_by_linspace",
+        "packed",
+        assembled(lambda m, t: torch.linspace(0, 1, t, dtype=torch.float64)[:, None] * m.a, a=(WIDTH,)),
+    ),
+)

@@ -46,6 +46,8 @@ EXCEPTIONS = (
     aten.log_sigmoid.default,
     aten.isfinite.default,
     aten.square.default,
+    aten.polar.default,
+    aten.complex.default,
 )
 
 
