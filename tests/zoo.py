@@ -1330,7 +1330,6 @@ many(
         "packed",
         loss(lambda x, i, m, y, w: _selected(x, y).masked_fill(y == -100, 0.0).mean()),
     ),
-    ("loss_mask_by_index", "packed", loss(lambda x, i, m, y, w: _selected(x, y)[m.bool()].sum())),
     ("loss_without_mask", "packed", loss(lambda x, i, m, y, w: _selected(x, y).mean())),
     ("loss_time_first", "packed", loss(lambda x, i, m, y, w: (x.transpose(0, 1) * w.t()[..., None]).sum())),
     (
