@@ -31,7 +31,7 @@ class Operand:
         input
             that belongs to the row) or "weight".
         dims: words of letters, one per dim.
-        dtype: "float", "int" or "bool".
+        dtype: "float", "int", "bool" or "complex".
         high: integers are below this word's size.
     """
 

@@ -173,6 +173,8 @@ def _operand(inputs: _Inputs, operand: Operand) -> Make:
             x = x > 0.5
         elif operand.dtype == "int":
             x = (x * sizes.of(operand.high)).to(torch.int64)
+        elif operand.dtype == "complex":
+            x = torch.complex(x, 1 - x)
         return plan.apply(x)
 
     return compute

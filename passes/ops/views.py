@@ -381,6 +381,7 @@ SAMPLES: dict[Any, list[Call]] = {
         call(tokens(), 1, sizes("U 2")),
     ],
     aten.view_as_complex.default: [call(tokens("B T F 2"))],
+    aten.view_as_real.default: [call(tokens("B T F", "complex"))],
     aten.squeeze.default: [call(tokens("B T 1 F"))],
     aten.squeeze.dim: [call(tokens("B T 1"), -1), call(tokens(), 1)],
     aten.squeeze.dims: [call(tokens("B 1 T 1"), [1, 3])],
