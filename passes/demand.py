@@ -185,7 +185,11 @@ def _dropped(region: Region) -> int | None:
         if kind != "slice":
             return None
         start, stop = bounds
-        if not isinstance(start, int) or start < 0 or not (stop is None or (isinstance(stop, int) and stop < 0)):
+        if (
+            not isinstance(start, int)
+            or start < 0
+            or not (stop is None or (isinstance(stop, int) and stop < 0))
+        ):
             return None
         total += start - (stop or 0)
     return total

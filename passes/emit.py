@@ -195,7 +195,9 @@ class Emitter:
 
     def run(self, wanted: Iterable[fx.Node]) -> None:
         """Emit everything that `wanted` values (and gathers) need, in the order of the captured graph."""
-        for name in TREE_FIELDS:  # first and in one order, so that captures of one model have one packed graph
+        for (
+            name
+        ) in TREE_FIELDS:  # first and in one order, so that captures of one model have one packed graph
             self.tree(name)
         needed = self._needed(wanted)
         for node in self.source.nodes:

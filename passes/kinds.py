@@ -434,7 +434,9 @@ class Kinds:
 
     def _reads_grid(self, node: fx.Node) -> bool:
         """Whether packed rows are read by several indices: ``h[rows, columns]``."""
-        indexed = [dim for dim, i in zip(self.dims(node.args[0]), node.args[1], strict=False) if i is not None]
+        indexed = [
+            dim for dim, i in zip(self.dims(node.args[0]), node.args[1], strict=False) if i is not None
+        ]
         shared = self.values[node.args[0]].kind is Kind.SHARED
         return shared and len(indexed) > 1 and bool(self.token_axes(indexed))
 
@@ -539,10 +541,12 @@ class Kinds:
         if target is aten.embedding.default and arg(node, 3, "scale_grad_by_freq", False):
             raise Refusal(
                 reason_at(
-                    node, "embedding", "an embedding whose gradient is scaled by frequency",
+                    node,
+                    "embedding",
+                    "an embedding whose gradient is scaled by frequency",
                     "a token counts once in the tree and once a row in the batch",
                     "drop scale_grad_by_freq",
-                )  # fmt: skip
+                )
             )
         if rule is not None and rule.random:
             p, train = arg(node, 1, "p", 0.5), arg(node, 2, "train", True)
@@ -670,7 +674,9 @@ class Kinds:
                 spec = MaskSpec(causal=True)
             site = AttentionSite(q, k, v, spec, scale)
         if mask is not None:
-            site = replace(site, spec=spec.merge(self._classify(node, [self.masks.express(mask)], kernel=True)))
+            site = replace(
+                site, spec=spec.merge(self._classify(node, [self.masks.express(mask)], kernel=True))
+            )
         return self._site(node, site)
 
     def _classify(self, node: fx.Node, exprs: Iterable[Any], kernel: bool = False) -> MaskSpec:

@@ -89,7 +89,11 @@ def special_index(kinds: Kinds, node: fx.Node) -> Value | None:
 
 def emit_index(emitter: Emitter, node: fx.Node) -> fx.Node:
     """Packed rows read by a count over all of them are these rows; the packed count itself says columns."""
-    indexed = [dim for dim, index in zip(emitter.dims(node.args[0]), indices_of(node), strict=False) if index is not None]
+    indexed = [
+        dim
+        for dim, index in zip(emitter.dims(node.args[0]), indices_of(node), strict=False)
+        if index is not None
+    ]
     if any(emitter.is_token_dim(dim) for dim in indexed):
         same: fx.Node = emitter.get(node.args[0])
         return same

@@ -488,7 +488,9 @@ RULES = [
     Rule("view", (aten.permute.default,), infer_permute, samples=SAMPLES),
     Rule("view", (aten.transpose.int,), infer_transpose, samples=SAMPLES),
     Rule("view", (aten.t.default, aten.mT.default, aten.numpy_T.default), infer_t, samples=SAMPLES),
-    Rule("complex", (aten.view_as_complex.default, aten.view_as_real.default), infer_complex, samples=SAMPLES),
+    Rule(
+        "complex", (aten.view_as_complex.default, aten.view_as_real.default), infer_complex, samples=SAMPLES
+    ),
     Rule("view", (aten.expand.default, aten.expand_as.default), infer_expand, emit_expand, samples=SAMPLES),
     Rule("view", (aten.repeat.default,), infer_repeat, emit_repeat, samples=SAMPLES),
     Rule("view", (aten.repeat_interleave.self_int,), infer_repeat_interleave, samples=SAMPLES),
