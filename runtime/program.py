@@ -35,7 +35,8 @@ class Input:
 
     Attributes:
         role: where it comes from: ``argument`` or ``constant`` of the captured graph, a ``number`` (written into the
-            compilation), ``quantity`` (a number as a tensor) or ``scalar`` computed from them, a ``pack``-ed grid value, a ``tree`` tensor, an array of the layout of a region
+            compilation), ``quantity`` (a number as a tensor) or ``scalar`` computed from them, a
+            ``pack``-ed grid value, a ``tree`` tensor, an array of the layout of a region
             (``rows``, ``row_index``, ``offsets``, ``positions``, ``multiplicity``), or the label ``index`` over one.
         name: of the argument, value or tree tensor.
         region: for layout arrays and indices.
