@@ -22,6 +22,7 @@ from treecompile.runtime.ops.leaf_attention import leaf_attention
 from treecompile.runtime.ops.leaf_experts import BODIES, leaf_experts, leaf_experts_opaque
 
 SLOW = pytest.mark.slow
+pytestmark = SLOW  # `make test` reaches the leaves through tests/test_models.py
 ROWS, COLUMNS = 3, 12
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -8,6 +8,7 @@ from tests.law import check
 from tests.zoo import TRAPS, Trap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
 def test_trap(trap: Trap) -> None:
     case = trap.build()
