@@ -34,7 +34,7 @@ check: $(VENV)/.dev
 
 # Random trees and programs, many more of them than in `make test`, with a new seed each time.
 fuzz: $(VENV)/.dev
-	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(RUN_TESTS) -n $(JOBS) -m hypothesis --hypothesis-profile=fuzz $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(FUZZ_EXAMPLES) $(ARGS)
 
 # Writes the expected texts anew: read the diff before you commit it.
 golden: $(VENV)/.dev
