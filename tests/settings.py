@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Combinations that are left out: both axes in `where` have one of the named values."""
+    """Combinations that are left out: all axes in `where`, two or more, have one of the named values."""
 
     why: str
     where: Mapping[str, tuple[str, ...]]
@@ -121,6 +121,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "FlashAttention gives zeros at padding, and nothing else does: no dense run on a CPU to compare with",
         {"attention": ("flash",), "ask": ("all_labels",)},
+    ),
+    Exclusion(
+        "FlashAttention still sees documents where a cache has the masks of transformers forget them: no dense run",
+        {"attention": ("flash",), "positions": ("packed_row",), "cache": ("cache",)},
     ),
 )
 
@@ -179,11 +183,13 @@ def _each(axis: str, values: Iterable[str]) -> list[tuple[str, str]]:
 
 @functools.cache
 def _conflicts() -> dict[tuple[str, str], set[tuple[str, str]]]:
-    """For each (axis, value), all others that an exclusion names with it."""
+    """For each (axis, value), all others that an exclusion of two names with it."""
     found: dict[tuple[str, str], set[tuple[str, str]]] = {
         x: set() for axis in AXES for x in _each(axis, AXES[axis])
     }
     for exclusion in EXCLUSIONS:
+        if len(exclusion.where) != 2:
+            continue
         first, second = (_each(axis, named) for axis, named in exclusion.where.items())
         for x, y in itertools.product(first, second):
             found[x].add(y)
@@ -198,7 +204,7 @@ def _complete(values: dict[str, str]) -> dict[str, str] | None:
         return None
     free = next((axis for axis in AXES if axis not in values), None)
     if free is None:
-        return values
+        return values if excluded(values) is None else None
     return next((found for value in AXES[free] if (found := _complete({**values, free: value}))), None)
 
 
@@ -221,7 +227,7 @@ def wanted() -> list[Pair]:
 
 
 @functools.cache
-def covering(seed: int = 8) -> tuple[Case, ...]:
+def covering(seed: int = 17) -> tuple[Case, ...]:
     """Few cases that have every wanted pair. The seed is one that gives few."""
     rng = random.Random(seed)
     missing = dict.fromkeys(wanted())

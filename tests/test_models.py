@@ -334,7 +334,7 @@ STRETCH = slice(7, 45)
 def covering_cases() -> list[Any]:
     """The covering list, what lies outside of the stretch marked slow."""
     cases = settings.covering()
-    quick = {str(case) for case in cases[STRETCH] if "batched_mm-packed_row-labels-autocast" not in str(case)}
+    quick = {str(case) for case in cases[STRETCH]}
     marks = {True: (), False: (pytest.mark.slow,)}
     return [pytest.param(case, id=str(case), marks=marks[str(case) in quick]) for case in cases]
 
