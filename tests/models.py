@@ -67,13 +67,22 @@ class Family:
     config: str = "Config"
     tolerance: float = 1e-8
 
-    def build(self, *, tied: bool = False, seed: int = 0) -> nn.Module:
-        """A model in fp32 and training mode."""
+    def build(self, *, tied: bool = False, smooth: bool = False, seed: int = 0) -> nn.Module:
+        """A model in fp32 and training mode.
+
+        Args:
+            tied: one weight for embeddings and head.
+            smooth: every token goes to all experts: outputs are a continuous function of all roundings.
+        """
         if not self.prefix:
             model: nn.Module = Handwritten(tied=tied)
         else:
             transformers = importlib.import_module("transformers")
             sizes = {**_SIZES, **self.sizes, "tie_word_embeddings": tied}
+            if smooth and self.experts:
+                sizes |= {"num_experts_per_tok": 4}
+            if smooth and "n_group" in sizes:
+                sizes |= {"topk_group": sizes["n_group"]}
             config = getattr(transformers, self.prefix + self.config)(**sizes)
             model = getattr(transformers, self.prefix + "ForCausalLM")(config)
         randomise(model, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -281,7 +282,7 @@ def infer_cat(infer: Infer, node: fx.Node) -> Facts:
 def emit_cat(emitter: Emitter, node: fx.Node) -> fx.Node:
     parts = [x for x in joined(node) if size_of(value_of(x).numel()) != 0]
     if len(parts) == 1:
-        return emitter.get(parts[0])
+        return _as_dtype_of(emitter, node, parts, emitter.get(parts[0]))
     out = emitter.dims(node)
     rank = len(out)
     at = axis_index(arg(node, 1, "dim", 0), rank)
@@ -294,7 +295,15 @@ def emit_cat(emitter: Emitter, node: fx.Node) -> fx.Node:
             sizes = [-1 if d == at else size for d, size in enumerate(emitter.sizes(node))]
             packed = emitter.call(aten.expand.default, (packed, sizes), node)
         pieces.append(packed)
-    return emitter.call(aten.cat.default, (pieces, at), node)
+    return _as_dtype_of(emitter, node, parts, emitter.call(aten.cat.default, (pieces, at), node))
+
+
+def _as_dtype_of(emitter: Emitter, node: fx.Node, parts: list[fx.Node], packed: fx.Node) -> fx.Node:
+    """Operands that are empty and left out take part in the promotion of dtypes."""
+    dtype = value_of(node).dtype
+    if functools.reduce(torch.promote_types, (value_of(part).dtype for part in parts)) == dtype:
+        return packed
+    return emitter.call(aten.to.dtype, (packed, dtype), node)
 
 
 def infer_stack(infer: Infer, node: fx.Node) -> Facts:
