@@ -27,6 +27,7 @@ __all__ = [
     "Dims",
     "Span",
     "axes_of",
+    "hint_of",
     "resolve",
     "same_dim",
     "size_of",
@@ -101,10 +102,10 @@ def _exact_quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
 def fresh(size: Any) -> Dim:
     """A dim of one new axis, or () for size one."""
     expr = size if isinstance(size, sympy.Expr) else size_of(size)
-    return () if expr == 1 else (Axis(expr, hint=_hint(size)),)
+    return () if expr == 1 else (Axis(expr, hint=hint_of(size)),)
 
 
-def _hint(size: Any) -> int | None:
+def hint_of(size: Any) -> int | None:
     """The size seen at capture, for a symbolic one."""
     if not isinstance(size, torch.SymInt):
         return int(size) if isinstance(size, (int, sympy.Integer)) else None
@@ -189,6 +190,7 @@ def _union(x: Axis, y: Axis) -> None:
         x, y = y, x
     if _within(y, x) or _within(x, y):
         raise AxisConflict(f"{x} is a slice of {y}")
+    x.hint = y.hint if x.hint is None else x.hint
     y._parent = x
 
 
@@ -216,6 +218,11 @@ def _split_pair(x: Axis, y: Axis) -> tuple[Axis | None, Axis | None]:
     raise AxisConflict(f"{x} does not divide {y}")
 
 
+def _quotient(a: int | None, b: int | None) -> int | None:
+    """The hint of a size divided by another."""
+    return a // b if a is not None and b else None
+
+
 def _is_integral(ratio: sympy.Expr) -> bool:
     return bool(sympy.denom(ratio) == 1)
 
@@ -223,7 +230,7 @@ def _is_integral(ratio: sympy.Expr) -> bool:
 def split(axis: Axis, major: Axis) -> Axis:
     """Make `axis` the composite (major, rest); returns the rest."""
     axis = axis.find()
-    rest = Axis(sympy.cancel(axis.size / major.size))
+    rest = Axis(sympy.cancel(axis.size / major.size), hint=_quotient(axis.hint, major.hint))
     axis.parts = (major, rest)
     return rest
 
@@ -239,6 +246,7 @@ def regroup(dims: Dims, sizes: Sequence[Any]) -> Dims:
     out: list[Dim] = []
     for index, want in enumerate(wants):
         taken: list[Axis] = []
+        hint = hint_of(sizes[index])
         if want == 1 and queue and queue[0].find().size == 1:
             taken.append(queue.pop(0))
         while want != 1:
@@ -253,9 +261,9 @@ def regroup(dims: Dims, sizes: Sequence[Any]) -> Dims:
                 want = sympy.Integer(1)
             elif _is_integral(sympy.cancel(want / axis.size)):
                 taken.append(axis)
-                want = sympy.cancel(want / axis.size)
+                want, hint = sympy.cancel(want / axis.size), _quotient(hint, axis.hint)
             elif _is_integral(sympy.cancel(axis.size / want)):
-                major = Axis(want)
+                major = Axis(want, hint=hint)
                 queue.insert(0, split(axis, major))
                 taken.append(major)
                 want = sympy.Integer(1)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from treecompile.passes.axes import axes_of
+from treecompile.passes.axes import Axis, resolve, size_of
 from treecompile.passes.kinds import Kind, Kinds
+from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg
 from treecompile.passes.rule import lookup, value_of
 from treecompile.runtime import demand as runtime
@@ -26,6 +27,9 @@ __all__ = ["EVERYWHERE", "NOWHERE", "Demand"]
 aten = torch.ops.aten
 EVERYWHERE = "*"
 NOWHERE = ""
+# What the axes of a value count.
+_ROW, _POSITION, _FEATURE = range(3)
+_CHEAP = ("pointwise", "view", "slice", "reduction", "full", "arange", "scan", "join")
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.default, aten.squeeze.dims, aten.flatten.using_ints, aten.contiguous.default, aten.clone.default,
@@ -42,6 +46,8 @@ class Demand:
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
         self._output = next(n for n in kinds.graph.nodes if n.op == "output")
+        self._early: dict[fx.Node, bool] = {}
+        self._places: dict[tuple[object, ...], int] = {}
 
     def of(self, frontier: Iterable[fx.Node]) -> Any:
         """Grid positions at which any of these values is read: NOWHERE, EVERYWHERE or a boolean [B, T] node."""
@@ -54,6 +60,8 @@ class Demand:
             region = self.kinds.region(source)
             if region is None:
                 continue
+            if value.form == "gather":
+                self._note_picked(source, node)
             read = self._labels(node, region) if value.form == "cross_entropy" else self._read(node, region)
             if read == EVERYWHERE and region == WHOLE:
                 return EVERYWHERE
@@ -103,31 +111,43 @@ class Demand:
         if name == "mul":
             others = [a for a in user.args if isinstance(a, fx.Node) and a is not node]
             if len(others) == 1:
-                return self._nonzero(others[0], region, False)
+                return self._nonzero(others[0], node, region, False)
         if name == "where" and user.args[0] is not node:
             chosen = user.args[1] is node and user.args[2] is not node
             rejected = user.args[2] is node and user.args[1] is not node
             if chosen or rejected:
-                return self._nonzero(user.args[0], region, rejected)
+                return self._nonzero(user.args[0], node, region, rejected)
         if name == "masked_fill" and user.args[0] is node:
-            return self._nonzero(user.args[1], region, True)
+            return self._nonzero(user.args[1], node, region, True)
         return EVERYWHERE
 
-    def _nonzero(self, factor: Any, region: Region, invert: bool) -> Any:
-        """Where a factor is not zero: one value per row or position, in grid order, features last."""
+    def _nonzero(self, factor: Any, node: fx.Node, region: Region, invert: bool) -> Any:
+        """Where a factor of `node` is not zero. The op broadcasts: the dims of both pair from the right."""
         if not self._known(factor):
             return EVERYWHERE
-        kinds = self.kinds
-        order = []
-        for axis in axes_of(kinds.dims(factor)):
-            along = kinds.region_of_axis(axis)
-            if not kinds.is_batch(axis) and along is not None and not _as_long(along, region):
-                return EVERYWHERE
-            order.append(0 if kinds.is_batch(axis) else 2 if along is None else 1)
-        tokens = [place for place in order if place < 2]
-        if not tokens or order != sorted(order) or len(set(tokens)) != len(tokens):
+        dims = [[self._place(axis) for axis in resolve(dim)] for dim in self.kinds.dims(node)]
+        order = [place for places in dims for place in places]
+        if order != sorted(order) or order.count(_ROW) > 1 or order.count(_POSITION) != 1:
             return EVERYWHERE
-        return self._call(runtime.nonzero_in, region, factor, invert, 0 in tokens, 1 in tokens)
+        shape = value_of(factor).shape
+        paired = zip(reversed(dims), reversed(shape), strict=False)
+        read = {place for places, size in paired if size_of(size) != 1 for place in places}
+        if read <= {_FEATURE}:
+            return EVERYWHERE
+        return self._call(runtime.nonzero_in, region, factor, invert, _ROW in read, _POSITION in read)
+
+    def _note_picked(self, source: fx.Node, picked: fx.Node) -> None:
+        """A gather by labels has their axes: positions of another slice, one for one those of its source."""
+        for ours, theirs in zip(self.kinds.dims(source), self.kinds.dims(picked), strict=True):
+            for x, y in zip(resolve(ours), resolve(theirs), strict=False):
+                self._places.setdefault(y.key(), self._place(x))
+
+    def _place(self, axis: Axis) -> int:
+        if axis.key() in self._places:
+            return self._places[axis.key()]
+        if self.kinds.is_batch(axis):
+            return _ROW
+        return _FEATURE if self.kinds.region_of_axis(axis) is None else _POSITION
 
     def _labels(self, node: fx.Node, region: Region) -> Any:
         """A cross-entropy reads where its label is not ignored; with reduction none, only what is read of it."""
@@ -140,10 +160,25 @@ class Demand:
     # ---- algebra --------------------------------------------------------------------------------------------------
 
     def _known(self, node: Any) -> bool:
+        """Whether a value can be had before the tree is: from inputs without a gradient, by cheap ops."""
         if not isinstance(node, fx.Node):
             return False
-        value = self.kinds.values[node]
-        return value.kind is Kind.GRID or (value.kind is Kind.UNIFORM and value.pure)
+        if node not in self._early:
+            self._early[node] = self._is_early(node)
+        return self._early[node]
+
+    def _is_early(self, node: fx.Node) -> bool:
+        value, tensor = self.kinds.values[node], value_of(node)
+        if value.kind is Kind.GRID or (value.kind is Kind.UNIFORM and value.pure):
+            return True
+        if value.kind not in (Kind.PRIVATE, Kind.UNIFORM) or getattr(tensor, "requires_grad", True):
+            return False
+        if node.op != "call_function":
+            return node not in self.kinds.parameters
+        rule = lookup(node.target)
+        seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        cheap = rule is not None and rule.family in _CHEAP and not seeded
+        return cheap and all(self._known(a) for a in tensor_args(node))
 
     def _call(self, function: Callable[..., Any], region: Region, *args: Any) -> fx.Node:
         steps = tuple(
@@ -171,25 +206,3 @@ class Demand:
     def _join(self, target: Any, a: fx.Node, b: fx.Node) -> fx.Node:
         with self.kinds.graph.inserting_before(self._output):
             return self.kinds.graph.call_function(target, (a, b))
-
-
-def _as_long(a: Region, b: Region) -> bool:
-    """Whether two regions pair position by position: logits[:, :-1] and mask[:, 1:] do, column by column."""
-    return a == b or (_dropped(a) is not None and _dropped(a) == _dropped(b))
-
-
-def _dropped(region: Region) -> int | None:
-    """How many columns a region leaves out; None where that is not a number."""
-    total = 0
-    for kind, *bounds in region:
-        if kind != "slice":
-            return None
-        start, stop = bounds
-        if (
-            not isinstance(start, int)
-            or start < 0
-            or not (stop is None or (isinstance(stop, int) and stop < 0))
-        ):
-            return None
-        total += start - (stop or 0)
-    return total

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from treecompile.passes.axes import Axis, Dim, Dims, axes_of, resolve, same_dim
+from treecompile.passes.axes import Axis, Dim, Dims, axes_of, hint_of, resolve, same_dim
 from treecompile.passes.masks import MASKED, MaskReader, MaskSpec, Unproved
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg, axis_index
@@ -412,10 +412,20 @@ class Kinds:
                 )
         for out in facts.outs:
             if len(self.seq_axes(out)) > 1 or sum(self.is_batch(x) for x in self.token_axes(out)) > 1:
-                return self._mixing_reason(node, out[-1])
+                stored = all(
+                    self.values[a].kind is Kind.UNIFORM or self.values[a].form == "table" for a in args
+                )
+                return self._stored_pairs(node) if stored else self._mixing_reason(node, out[-1])
             if any(self.is_batch(x) and x.find().span is not None for x in self.token_axes(out)):
                 return self._mixing_reason(node, out[0])
         return self._crossing(node, args)
+
+    def _stored_pairs(self, node: fx.Node) -> Reason:
+        return reason_at(
+            node, "mask", f"{_op_name(node)} reads a stored table of (query, key) pairs",
+            "what a table holds is data: that it is causal is not written in the graph",
+            "compare torch.arange(length) with itself, or pass is_causal=True",
+        )  # fmt: skip
 
     def _makes_tokens(self, node: fx.Node, rule: Rule | None, args: list[fx.Node]) -> bool:
         """Whether a token axis of the result comes from nowhere: not from an operand, nor from a size we rewrite."""
@@ -995,6 +1005,11 @@ class Kinds:
         if at != len(dims) - 1 or value_of(index).shape[-1] != 1 or self.token_axes((dims[-1],)):
             return None
         if self._aligned_key(node, index):
+            return None
+        if any(
+            hint_of(a) != hint_of(b)
+            for a, b in zip(value_of(x).shape[:-1], value_of(index).shape, strict=False)
+        ):
             return None
         if not self._is_region(dims[:-1]):
             return None

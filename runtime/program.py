@@ -194,6 +194,8 @@ class TreeProgram:
                 zip(self.key_outputs, self.keys(*(given[name] for name in self.key_arguments)), strict=True)
             )
             batch, why = self.plan(grid)
+        if batch is not None and not self._covered(grid, batch):
+            batch, why = None, "shapes"
         if batch is None:
             self.observe("dense", why)
             return self.dense(*args)
@@ -206,6 +208,12 @@ class TreeProgram:
         for name, dim, axis in self.tree.shapes:
             sizes[axis].add(given[name].shape[dim])
         return all(len(found) <= 1 for found in sizes)
+
+    def _covered(self, grid: dict[str, Any], batch: PackedBatch) -> bool:
+        """Whether there is a label for each position: a gather may read fewer than there are, from the first."""
+        bounds = _bounds(grid)
+        labels = [i for i in self.inputs if i.role == "index"]
+        return all(len(batch.layout(i.region, bounds).row_index) == grid[i.name].numel() for i in labels)
 
     def plan(self, grid: dict[str, Any]) -> tuple[PackedBatch | None, str]:
         """The tree of this batch, or why it runs dense."""
@@ -232,9 +240,7 @@ class TreeProgram:
 
     def run(self, given: dict[str, Any], grid: dict[str, Any], batch: PackedBatch) -> Any:
         """Pack, run, expand, tail."""
-        bounds = {
-            name: value for name, value in grid.items() if not isinstance(value, Tensor) or value.dim() > 0
-        }
+        bounds = _bounds(grid)
         numbers = tuple(grid[i.name] for i in self.inputs if i.role == "number")
         values = [self._value(i, given, grid, batch, bounds) for i in self.inputs if i.role != "number"]
         outputs = self.packed(numbers, values)
@@ -299,6 +305,11 @@ class TreeProgram:
             ids = _as_grid(grid[name], shape).to(torch.int64)
             documents = ids if documents is None else _paired(documents, ids)
         return documents
+
+
+def _bounds(grid: dict[str, Any]) -> dict[str, Any]:
+    """The values of the keys graph that may bound a region: numbers, and tensors that are no number."""
+    return {name: value for name, value in grid.items() if not isinstance(value, Tensor) or value.dim() > 0}
 
 
 def _paired(a: Tensor, b: Tensor) -> Tensor:

@@ -152,6 +152,8 @@ def legal(p: Program) -> Program:
         change["dynamic"] = (
             False  # with symbolic sizes floats are symbolic, too, and so is the level of the mask
         )
+    if p.attend == "additive" and p.checkpoint:
+        change["dynamic"] = False  # Dynamo fails at a symbolic float in a checkpoint, whatever the backend
     if p.layers == 1 or not change.get("window", p.window):
         change["alternate"] = False
     if p.middle == "mean" and p.layers == 1:

@@ -1557,3 +1557,61 @@ many(
         assembled(lambda m, t: torch.linspace(0, 1, t, dtype=torch.float64)[:, None] * m.a, a=(WIDTH,)),
     ),
 )
+
+
+# ---- padding that only factors of other slices leave unread -----------------------------------------------
+
+
+def weighted(function: Callable[..., Tensor], *, last: int) -> Callable[[], Case]:
+    """Log-probabilities times weights of their own grid; padding is read if they are not, and then averages."""
+
+    class Weighted(Toy):
+        def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+            logits = super().forward(ids, mask)[:, :-1][:, -last:]
+            picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+            return function(picked, weights)
+
+    def make(ids: Tensor, mask: Tensor) -> Tensor:
+        q, k = at(ids)
+        seen = ((k <= q) & (q - k < 2))[None, None] & pad_k(mask)
+        return torch.where(seen, 0.0, -1e9).double()
+
+    b = batch(length=12, pad="right")
+    b.mask[2, 4:] = 0
+    weights = b.weights * b.mask
+    labels = b.labels[:, -last:].contiguous()
+    return lambda: Case(Weighted(mask=make), (b.ids, b.mask, labels, weights[:, -last:].contiguous()), {})
+
+
+def _clipped(picked: Tensor, weights: Tensor) -> Tensor:
+    ratio = (picked - picked.detach() + 0.3).exp()
+    worst = torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights)
+    return -worst.sum() / (weights != 0).sum()
+
+
+many(
+    ("weights_of_the_last_tokens", "packed", weighted(lambda p, w: -(p * w).sum(), last=5)),
+    ("weights_of_all_but_the_first", "packed", weighted(lambda p, w: -(p * w).sum(), last=11)),
+    ("weights_normalised", "packed", weighted(lambda p, w: -(p * (w / w.abs().sum())).sum(), last=5)),
+    ("weights_by_comparison", "packed", weighted(lambda p, w: torch.where(w != 0, p, 0.0).sum(), last=5)),
+    ("weights_in_a_clipped_loss", "packed", weighted(_clipped, last=5)),
+    (
+        "weights_of_rows_alone",
+        "masked-query",
+        weighted(lambda p, w: -(p * w.abs().sum(1, True)).sum(), last=5),
+    ),
+    ("weights_beside_a_plain_sum", "masked-query", weighted(lambda p, w: (p * w + p).sum(), last=5)),
+)
+
+
+@trap("packed")
+def labels_of_the_first_columns() -> Case:
+    """A gather may read fewer rows than there are: the first."""
+
+    class First(Toy):
+        def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+            picked: Tensor = super().forward(ids, mask).gather(-1, labels[..., None])
+            return picked
+
+    b = batch(pad="none")
+    return Case(First(), (b.ids, b.mask, b.ids[:, :4].contiguous()), {})

@@ -19,6 +19,7 @@ from treecompile.passes.axes import (
     Span,
     axes_of,
     fresh,
+    hint_of,
     regroup,
     resolve,
     size_of,
@@ -196,7 +197,7 @@ def infer_slice(infer: Infer, node: fx.Node) -> Facts:
     axes = resolve(dims[at])
     if len(axes) == 1 and step == 1:
         axis = axes[0]
-        out[at] = (Axis(size_of(size), span=Span(axis, *_bounds(axis, start, stop))),)
+        out[at] = (Axis(size_of(size), Span(axis, *_bounds(axis, start, stop)), hint=hint_of(size)),)
         # Counting from zero, a leading piece of a count counts itself.
         keeps = iota is not None and _starts_at_zero(start) and resolve(iota) == axes
         return Facts([tuple(out)], iota=out[at] if keeps else None)
