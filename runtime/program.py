@@ -21,12 +21,36 @@ from torch import Tensor
 from treecompile.runtime.batch import PackedBatch, TreeCache
 from treecompile.runtime.ops import expand
 
-__all__ = ["WHOLE", "ExpandSpec", "Frontier", "Input", "PackSpec", "Region", "TreeProgram", "TreeSpec"]
+__all__ = [
+    "WHOLE",
+    "CompilationFailed",
+    "ExpandSpec",
+    "Frontier",
+    "Input",
+    "PackSpec",
+    "Region",
+    "TreeProgram",
+    "TreeSpec",
+]
 
 # A grid region, as steps from the whole grid: ("slice", start, stop) along the sequence, ("mask", name) of positions.
 # Bounds are integers, None, or the name of a value that the keys graph computes.
 Region = tuple[tuple[Any, ...], ...]
 WHOLE: Region = ()
+
+
+class CompilationFailed(Exception):
+    """The compiler failed on a packed graph: nothing has run yet, the dense graph still can.
+
+    Args:
+        compiler: its name.
+        error: what it raised.
+    """
+
+    def __init__(self, compiler: str, error: Exception) -> None:
+        while isinstance(getattr(error, "inner_exception", None), Exception):
+            error = error.inner_exception  # type: ignore[attr-defined]
+        super().__init__(f"{compiler} failed on the packed graph: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -180,6 +204,7 @@ class TreeProgram:
     tail_inputs: tuple[str, ...]
     dense: Callable[..., Any]
     observe: Callable[[str, str], None]
+    failed: Callable[[CompilationFailed], None]
     min_sharing: float
     cache: TreeCache
     last: PackedBatch | None = field(default=None, repr=False)
@@ -199,8 +224,14 @@ class TreeProgram:
         if batch is None:
             self.observe("dense", why)
             return self.dense(*args)
+        try:
+            outputs = self.run(given, grid, batch)
+        except CompilationFailed as error:
+            self.failed(error)
+            self.observe("dense", "compiler")
+            return self.dense(*args)
         self.observe("packed", "")
-        return self.run(given, grid, batch)
+        return outputs
 
     def _agree(self, given: dict[str, Any]) -> bool:
         """Whether every argument has the batch and sequence sizes of the others."""

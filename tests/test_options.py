@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
@@ -41,6 +42,8 @@ def dropped() -> Model:
         ({"on_unsuported": "error"}, "Did you mean 'on_unsupported'?"),
         ({"on_unsupported": "denze"}, "Did you mean 'dense'?"),
         ({"compiler": "inductr"}, "Did you mean 'inductor'?"),
+        ({"mode": "reduce-overhead"}, "CUDA graphs need fixed sizes"),
+        ({"mode": "defualt"}, "Did you mean 'default'?"),
         ({"min_sharing": -1}, "pass a ratio of at least 0"),
         ({"min_sharing": True}, "pass a ratio of at least 0"),
         ({"min_sharing": "2"}, "pass a ratio of at least 0"),
@@ -109,6 +112,83 @@ def test_modes_of_torch_compile_are_accepted(mode: str) -> None:
         model = torch.compile(WithoutIds(), backend=tree_backend, mode=mode, options=None)
         model(torch.ones(2, 3))
     assert treecompile.counters["captured"] == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_mode_reaches_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    seen: list[Any] = []
+
+    def plain(gm: Any, inputs: Any, config_patches: Any = None, **_: Any) -> Any:
+        seen.append(config_patches)
+        return gm
+
+    monkeypatch.setattr(compile_fx, "compile_fx", plain)
+    treecompile.clear_caches()
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        torch._dynamo.reset()
+        run(Model(), options={"min_sharing": 0, "mode": mode})
+    torch._dynamo.reset()
+    assert len(seen) == 2
+    assert not seen[0]
+    assert seen[1]["max_autotune"]
+    treecompile.clear_caches()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_modes_with_cuda_graphs_are_refused() -> None:
+    with pytest.raises(treecompile.OptionError, match="CUDA graphs"):
+        torch.compile(Model(), backend=tree_backend, mode="reduce-overhead")(IDS)
+
+
+# ---- failures of the compiler ----
+
+
+def _fails(*_: Any) -> Any:
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_packed_graph_that_does_not_compile_runs_dense(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from treecompile import lowering
+
+    monkeypatch.setattr(lowering, "_compile_graph", _fails)
+    treecompile.clear_caches()
+    model = Model()
+    compiled = torch.compile(model, backend=tree_backend, options=EAGER)
+    with caplog.at_level(logging.WARNING, "treecompile"):
+        for _ in range(2):
+            compiled(IDS).sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for _ in range(2):
+        model(IDS).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
+    assert treecompile.counters == {"captured": 1, "compiled": 1, "dense": 2, "dense:compiler": 2}
+    texts = [record.getMessage() for record in caplog.records if record.name == "treecompile"]
+    assert texts == ["runs dense: aot_eager failed on the packed graph: RuntimeError: no such instruction"]
+    torch._dynamo.reset()
+    treecompile.clear_caches()
+    strict = torch.compile(model, backend=tree_backend, options={**EAGER, "on_unsupported": "error"})
+    with pytest.raises(treecompile.UnsupportedError, match="no such instruction"):
+        strict(IDS)
+    treecompile.clear_caches()
+
+
+def test_graphs_of_other_captures_are_kept_up_to_a_number() -> None:
+    from treecompile import lowering
+
+    lowering.clear()
+    last = 2 * lowering._KEPT - 1
+    for i in range(last + 1):
+        lowering.shared_code(str(i), functools.partial(int, i))  # type: ignore[arg-type]
+    assert len(lowering._codes) == lowering._KEPT
+    assert lowering.shared_code(str(last), _fails) == last
+    lowering.clear()
 
 
 class WithoutIds(nn.Module):

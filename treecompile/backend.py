@@ -5,6 +5,7 @@ model = torch.compile(model, backend="tree")
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,8 +23,8 @@ from treecompile.passes.program import Draft, build
 from treecompile.passes.reasons import Reason, Refusal
 from treecompile.recorder import current
 from treecompile.runtime.batch import TreeCache
-from treecompile.runtime.errors import OptionError
-from treecompile.runtime.program import TreeProgram
+from treecompile.runtime.errors import OptionError, UnsupportedError
+from treecompile.runtime.program import CompilationFailed, TreeProgram
 
 __all__ = ["counters", "tree"]
 
@@ -40,7 +41,7 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
     Args:
         gm: graph captured by Dynamo.
         example_inputs: its flat inputs.
-        **kwargs: ``options={...}``, see :class:`treecompile.options.Options`; ``mode`` is accepted and ignored.
+        **kwargs: ``options={...}``, see :class:`treecompile.options.Options`, or ``mode``.
 
     Returns:
         a function of the flat inputs: the tree program, or the dense graph where packing is not proved.
@@ -50,7 +51,7 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
         UnsupportedError: with ``on_unsupported="error"``, what cannot be packed.
     """
     try:
-        options = Options.parse(kwargs.get("options"))
+        options = Options.parse(kwargs.get("options"), kwargs.get("mode"))
     except OptionError as error:
         raised.raise_option(inspect.currentframe(), error)
     counters["captured"] += 1
@@ -111,7 +112,8 @@ def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Calla
     from torch._dynamo.backends.registry import lookup_backend
 
     try:
-        stock: Callable[..., Any] = lookup_backend(options.compiler)(gm, list(inputs))
+        mode = {"mode": options.mode} if options.compiler == "inductor" else {}
+        stock: Callable[..., Any] = lookup_backend(options.compiler)(gm, list(inputs), **mode)
         return stock
     except RestartAnalysis:
         raise  # Dynamo is to capture anew, with a float of the model written in
@@ -121,7 +123,7 @@ def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Calla
 
 def _stock_later(gm: fx.GraphModule, options: Options) -> Callable[..., Any]:
     """The same, compiled at its first call."""
-    compiled = compile_dense(gm, options.compiler)
+    compiled = compile_dense(gm, options.compiler, options.mode)
     chosen: list[Callable[..., Any]] = [compiled]
 
     def run(*args: Any) -> Any:
@@ -163,7 +165,7 @@ def _program(gm: fx.GraphModule, draft: Draft, options: Options) -> TreeProgram:
     shapes = {name: spec.shape for name, spec in draft.packs.items()}
 
     def make() -> PackedCode:
-        return PackedCode(draft.packed, draft.inputs, shapes, options.compiler, _compiled)
+        return PackedCode(draft.packed, draft.inputs, shapes, options.compiler, options.mode, _compiled)
 
     key = canonical_text(draft, options)
     return TreeProgram(
@@ -181,6 +183,7 @@ def _program(gm: fx.GraphModule, draft: Draft, options: Options) -> TreeProgram:
         tail_inputs=tuple(n.name for n in draft.tail.inputs),
         dense=_stock_later(gm, options),
         observe=_observe,
+        failed=functools.partial(_failed, options),
         min_sharing=options.min_sharing,
         cache=_trees,
     )
@@ -196,10 +199,21 @@ def _observe(how: str, why: str) -> None:
         counters[f"{how}:{why}"] += 1
 
 
+def _failed(options: Options, error: CompilationFailed) -> None:
+    """The dense graph runs instead; no silent loss of speed, and an error for whoever asked for it."""
+    what, hint = (
+        str(error),
+        "the message above is the compiler's; options={'compiler': 'aot_eager'} runs without it",
+    )
+    if options.on_unsupported == "error":
+        raise UnsupportedError(what=what, why="the packed graph cannot run uncompiled", hint=hint) from error
+    logs.warn_once(f"runs dense: {what}")
+
+
 def canonical_text(draft: Draft, options: Options) -> str:
     """The packed graph as text that two captures of one model share: nodes renamed by order."""
     names: dict[fx.Node, str] = {}
-    lines = [options.compiler]
+    lines = [options.compiler, options.mode]
     order = iter(draft.inputs)
     for node in draft.packed.graph.nodes:
         names[node] = f"v{len(names)}"

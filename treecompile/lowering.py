@@ -9,6 +9,7 @@ batch outside of it gets a compilation of its own.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from treecompile.runtime.program import Input
+from treecompile.runtime.program import CompilationFailed, Input
 
 __all__ = ["PackedCode", "clear", "compile_dense", "dynamic_dims"]
 
@@ -84,6 +85,7 @@ class PackedCode:
         inputs: of the graph, in order.
         shapes: packed shapes of ``pack`` inputs.
         compiler: "inductor" or "aot_eager".
+        mode: of Inductor.
         on_compile: told of each compilation.
     """
 
@@ -93,11 +95,14 @@ class PackedCode:
         inputs: Sequence[Input],
         shapes: dict[str, tuple[int, ...]],
         compiler: str,
+        mode: str,
         on_compile: Callable[[], None],
     ) -> None:
-        self.gm, self.inputs, self.compiler, self._on_compile = gm, tuple(inputs), compiler, on_compile
+        self.gm, self.inputs, self.compiler, self.mode = gm, tuple(inputs), compiler, mode
+        self._on_compile = on_compile
         self._dynamic = [dynamic_dims(i, shapes.get(i.name)) for i in self.inputs if i.role != "number"]
         self._variants: dict[Any, list[_Variant]] = {}
+        self._failed: dict[Any, CompilationFailed] = {}
         self._lock = threading.Lock()
 
     def __call__(self, numbers: tuple[Any, ...], values: list[Any]) -> Sequence[Any]:
@@ -106,6 +111,9 @@ class PackedCode:
         Args:
             numbers: values of the ``number`` inputs, constants of the compilation.
             values: all other inputs, in order.
+
+        Raises:
+            CompilationFailed: the compiler failed on the graph; it is not asked again for such inputs.
         """
         sizes = self._sizes(values)
         if any(size < 2 for group, size in sizes.items() if group[0] in "NHM"):
@@ -115,7 +123,13 @@ class PackedCode:
         with self._lock:
             found = next((v for v in self._variants.get(key, ()) if v.serves(sizes)), None)
             if found is None:
-                found = self._compile(numbers, values, sizes)
+                if key in self._failed:
+                    raise self._failed[key]
+                try:
+                    found = self._compile(numbers, values, sizes)
+                except Exception as error:
+                    self._failed[key] = CompilationFailed(self.compiler, error)
+                    raise self._failed[key] from error
                 self._variants.setdefault(key, []).append(found)
         outputs: Sequence[Any] = found.run(*values)
         return outputs
@@ -169,7 +183,7 @@ class PackedCode:
                 with mode:
                     fakes[i] = torch.empty(rows + 1, dtype=value.dtype, device=value.device)
         symbols = {group: size.node.expr for group, size in symbols.items()}
-        run = _compile_graph(self.numbered(numbers), fakes, mode, self.compiler)
+        run = _compile_graph(self.numbered(numbers), fakes, mode, self.compiler, self.mode)
         return _Variant(run, env, symbols)
 
 
@@ -228,30 +242,34 @@ def _layout(value: Tensor, dynamic: Sequence[tuple[int, str]]) -> tuple[Any, ...
 
 
 def _compile_graph(
-    gm: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, compiler: str
+    gm: fx.GraphModule, fakes: list[Any], fake_mode: FakeTensorMode, compiler: str, mode: str
 ) -> Callable[..., Any]:
     """AOTAutograd plus the compiler, without a second Dynamo pass."""
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(fake_mode)):
         if compiler == "aot_eager":
             from torch._dynamo.backends.registry import lookup_backend
 
             return lookup_backend("aot_eager")(gm, fakes)
+        from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(gm, fakes)  # type: ignore[return-value]
+        patches = list_mode_options(mode, dynamic=True)
+        return compile_fx(gm, fakes, config_patches=patches)  # type: ignore[return-value]
 
 
-def compile_dense(gm: fx.GraphModule, compiler: str) -> Callable[..., Any]:
+def compile_dense(gm: fx.GraphModule, compiler: str, mode: str) -> Callable[..., Any]:
     """The captured graph through the stock compiler, compiled at its first call."""
 
     # Dynamo skips graph modules made inside of a backend; a plain function around one it compiles.
     def captured(*args: Any) -> Any:
         return gm(*args)
 
-    return torch.compile(captured, backend=compiler)
+    return torch.compile(captured, backend=compiler, mode=mode if compiler == "inductor" else None)
 
 
-_codes: dict[str, PackedCode] = {}
+# Graphs that are kept for other captures; a program holds on to its own.
+_KEPT = 64
+_codes: OrderedDict[str, PackedCode] = OrderedDict()
 _codes_lock = threading.Lock()
 
 
@@ -260,6 +278,9 @@ def shared_code(key: str, make: Callable[[], PackedCode]) -> PackedCode:
     with _codes_lock:
         if key not in _codes:
             _codes[key] = make()
+        _codes.move_to_end(key)
+        while len(_codes) > _KEPT:
+            _codes.popitem(last=False)
         return _codes[key]
 
 

@@ -10,6 +10,9 @@ from treecompile.runtime.errors import OptionError
 __all__ = ["Options"]
 
 
+_MODES = ("default", "max-autotune-no-cudagraphs")
+
+
 @dataclass(frozen=True)
 class Options:
     """What a user may choose.
@@ -19,6 +22,8 @@ class Options:
             "error" raises :class:`UnsupportedError`.
         min_sharing: a batch with fewer kept grid positions for one packed token than this runs dense.
         compiler: what runs the graphs: "inductor", or "aot_eager" (no code generation: for tests and debugging).
+        mode: of Inductor, as in ``torch.compile(mode=...)`` (which takes no options beside it): "default" or
+            "max-autotune-no-cudagraphs".
 
     Example:
         >>> Options.parse({"min_sharing": 1.5}).min_sharing
@@ -28,15 +33,16 @@ class Options:
     on_unsupported: str = "dense"
     min_sharing: float = 1.05
     compiler: str = "inductor"
+    mode: str = "default"
 
     @staticmethod
-    def parse(given: dict[str, Any] | None) -> Options:
-        """Options from a dict.
+    def parse(given: dict[str, Any] | None, mode: str | None = None) -> Options:
+        """Options from a dict, and the `mode` argument of ``torch.compile``.
 
         Raises:
             OptionError: an unknown name or a value out of range, with the nearest valid one.
         """
-        given = dict(given or {})
+        given = {**(given or {}), **({} if mode is None else {"mode": mode})}
         names = tuple(f.name for f in fields(Options))
         for name in given:
             if name not in names:
@@ -44,6 +50,10 @@ class Options:
         options = Options(**given)
         _choice("on_unsupported", options.on_unsupported, ("dense", "error"))
         _choice("compiler", options.compiler, ("inductor", "aot_eager"))
+        if options.mode in ("reduce-overhead", "max-autotune"):
+            remedy = "CUDA graphs need fixed sizes, and the sizes of a tree vary"
+            raise OptionError(argument="mode", value=options.mode, remedy=remedy, choices=_MODES)
+        _choice("mode", options.mode, _MODES)
         sharing = options.min_sharing
         if isinstance(sharing, bool) or not isinstance(sharing, (int, float)) or not sharing >= 0:
             raise OptionError(

@@ -24,7 +24,7 @@ def plain_program(gm: fx.GraphModule, draft: Draft, cache: TreeCache) -> TreePro
         cache: for trees.
     """
     shapes = {name: spec.shape for name, spec in draft.packs.items()}
-    code = PackedCode(draft.packed, draft.inputs, shapes, "aot_eager", lambda: None)
+    code = PackedCode(draft.packed, draft.inputs, shapes, "aot_eager", "default", lambda: None)
 
     def packed(numbers: tuple[Any, ...], values: list[Any]) -> Sequence[Any]:
         return code.numbered(numbers)(*values)  # type: ignore[no-any-return]
@@ -44,6 +44,7 @@ def plain_program(gm: fx.GraphModule, draft: Draft, cache: TreeCache) -> TreePro
         tail_inputs=tuple(n.name for n in draft.tail.inputs),
         dense=gm,
         observe=lambda how, why: None,
+        failed=lambda error: None,
         min_sharing=0.0,
         cache=cache,
     )

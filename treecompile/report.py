@@ -33,6 +33,8 @@ _DENSE = {
     "min_sharing": "it shares too little: fewer than min_sharing grid tokens for one packed token",
     "masked-query": "a masked position that something reads averages over keys that the tree does not have",
     "empty": "every position is masked",
+    "shapes": "its inputs do not have one batch size and one length",
+    "compiler": "the compiler failed on the packed graph",
 }
 
 
