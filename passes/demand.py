@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from treecompile.passes.axes import Axis, resolve, size_of
+from treecompile.passes.axes import Axis, axes_of, resolve, size_of
 from treecompile.passes.kinds import Kind, Kinds
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg
@@ -29,6 +29,7 @@ EVERYWHERE = "*"
 NOWHERE = ""
 # What the axes of a value count.
 _ROW, _POSITION, _FEATURE = range(3)
+_LOCAL = ("pointwise", "view", "slice", "reduction", "softmax", "norm", "linear", "rearrange")
 _CHEAP = ("pointwise", "view", "slice", "reduction", "full", "arange", "scan", "join")
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim,
@@ -92,17 +93,23 @@ class Demand:
             return NOWHERE
         if user.target in _RESHAPES:
             return self._read(user, region)
-        rule = lookup(user.target)
-        if (
-            rule is None
-            or rule.family != "pointwise"
-            or tuple(value_of(user).shape) != tuple(value_of(node).shape)
-        ):
+        if not self._local(node, user):
             return EVERYWHERE
         return self._both(self._read(user, region), self._factor(node, user, region))
 
+    def _local(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether each position of `user` reads one position of `node`, its own."""
+        rule, facts = lookup(user.target), self.kinds.infer.facts[user]
+        if rule is None or facts.opaque or rule.family not in _LOCAL:
+            return False
+        tokens = {a.key() for a in axes_of(self.kinds.dims(node)) if self._place(a) != _FEATURE}
+        kept = {a.key() for a in axes_of(dim for out in facts.outs for dim in out)}
+        return tokens <= kept and tokens.isdisjoint(a.key() for a in axes_of(facts.mixed))
+
     def _factor(self, node: fx.Node, user: fx.Node, region: Region) -> Any:
         """Where a pointwise op can pass its operand on at all."""
+        if value_of(user).shape != value_of(node).shape:
+            return EVERYWHERE
         name = (
             user.target._schema.name.removeprefix("aten::")
             if isinstance(user.target, torch._ops.OpOverload)

@@ -174,6 +174,8 @@ def _draw(kind: Any, g: random.Random) -> Any:
 def draw(g: random.Random, count: int = BATCHES) -> list[Case]:
     """One model on several batches: two of one shape (captured with literal sizes), then others of any."""
     program = legal(_draw(Program, g))
+    if program.refused != "none":
+        count = 1  # what is refused is refused for every batch
     batches: list[Data] = []
     for i in range(count):
         data = dataclasses.replace(_draw(Data, g), seed=g.randrange(10**6))

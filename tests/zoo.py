@@ -1562,14 +1562,15 @@ many(
 # ---- padding that only factors of other slices leave unread -----------------------------------------------
 
 
-def weighted(function: Callable[..., Tensor], *, last: int) -> Callable[[], Case]:
+def weighted(function: Callable[..., Tensor], *, last: int, whole: bool = False) -> Callable[[], Case]:
     """Log-probabilities times weights of their own grid; padding is read if they are not, and then averages."""
 
     class Weighted(Toy):
         def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
             logits = super().forward(ids, mask)[:, :-1][:, -last:]
-            picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-            return function(picked, weights)
+            logs = logits.log_softmax(-1)
+            picked = logs.gather(-1, labels.clamp(min=0)[..., None])
+            return function(logs if whole else picked.squeeze(-1), weights)
 
     def make(ids: Tensor, mask: Tensor) -> Tensor:
         q, k = at(ids)
