@@ -28,7 +28,7 @@ from treecompile.passes.masks import MASKED, MaskReader, MaskSpec, Unproved
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.reasons import Reason, Refusal, name_of, reason_at
-from treecompile.passes.rule import Facts, Infer, Rule, lookup, value_of
+from treecompile.passes.rule import Facts, Infer, Rule, lookup, value_of, written_in
 from treecompile.runtime.program import WHOLE, Region
 
 __all__ = ["AttentionSite", "Kind", "Kinds", "Region", "Scores", "Value"]
@@ -832,7 +832,7 @@ class Kinds:
         if target is aten.dropout.default and first.stage == "probs":
             return Value(Kind.PAIR, data=first)
         if first.stage == "capping":
-            capped = name == "mul" and len(pairs) == 1 and first.softcap in args
+            capped = name == "mul" and len(pairs) == 1 and first.softcap in map(written_in, args)
             return Value(Kind.PAIR, data=replace(first, stage="scores")) if capped else None
         if first.stage == "scores":
             return self._scores_step(node, name, first, pairs)
@@ -919,7 +919,7 @@ class Kinds:
         """tanh after a division by c: softcap c, confirmed by the multiplication that follows."""
         if scores.bias or not scores.scale or scores.softcap:
             return None
-        name, factor = scores.scale[-1]
+        name, factor = scores.scale[-1][0], written_in(scores.scale[-1][1])
         if name != "div" or not isinstance(factor, (int, float)):
             return None
         return replace(scores, scale=scores.scale[:-1], softcap=float(factor))

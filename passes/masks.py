@@ -26,7 +26,7 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from treecompile.passes.axes import Axis, Dims, axes_of, resolve
-from treecompile.passes.rule import Facts, value_of
+from treecompile.passes.rule import Facts, value_of, written_in
 
 __all__ = ["MaskReader", "MaskSpec", "Unproved"]
 
@@ -171,6 +171,7 @@ class MaskReader:
 
     def express(self, node: Any) -> Any:
         """The expression of a value over its dims, or None where the algebra does not reach."""
+        node = written_in(node)
         if not isinstance(node, fx.Node):
             return None if node is None else sympy.sympify(node)
         if node not in self._memo:

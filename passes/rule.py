@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
     from treecompile.passes.kinds import Kinds, Value
 
-__all__ = ["Facts", "Infer", "Rule", "lookup", "sample_rules", "value_of"]
+__all__ = ["Facts", "Infer", "Rule", "lookup", "sample_rules", "value_of", "written_in"]
 
 
 @dataclass
@@ -82,6 +82,15 @@ class Rule:
 def value_of(node: Any) -> Any:
     """The fake value of a node (None for a non-node)."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def written_in(node: Any) -> Any:
+    """A float of the model as a number: with symbolic sizes it is symbolic, too.
+
+    Its value becomes a guard of the capture: called where the proof depends on it.
+    """
+    value = value_of(node)
+    return value.node.guard_float("", 0) if isinstance(value, torch.SymFloat) else node
 
 
 class Infer:

@@ -148,11 +148,7 @@ def legal(p: Program) -> Program:
         change["positions"] = "restart"
     if p.group > 1 and p.qkv in ("chunk", "stacked"):
         change["qkv"] = "split"
-    if written:
-        change["dynamic"] = (
-            False  # with symbolic sizes floats are symbolic, too, and so is the level of the mask
-        )
-    if p.attend == "additive" and p.checkpoint:
+    if p.attend in ("additive", "where", "add", "fill") and p.checkpoint:
         change["dynamic"] = False  # Dynamo fails at a symbolic float in a checkpoint, whatever the backend
     if p.layers == 1 or not change.get("window", p.window):
         change["alternate"] = False
