@@ -113,9 +113,9 @@ class Emitter:
                     reason_at(
                         node,
                         "symbolic-size",
-                        f"a feature dim of symbolic size {size}",
-                        "the packed graph is compiled once, and this size would change with the batch",
-                        "keep feature sizes constant",
+                        "a feature dim whose size varies between calls",
+                        "the packed graph is compiled once, with only the number of tokens left open",
+                        "keep feature sizes constant, or compile with dynamic=False",
                     )
                 )
             factor *= int(size)
@@ -285,9 +285,9 @@ class Emitter:
                 reason_at(
                     node,
                     "table-offset",
-                    "a weight is sliced along the sequence at a computed offset",
-                    "its rows must be read by the column of a token",
-                    "slice it from a constant start",
+                    "a weight is sliced along the sequence from its end, or from a computed start",
+                    "a token reads its row by column, counted from a start that is the same for every batch",
+                    "slice it from a constant start (table[:length]), or read it by position (table[position_ids])",
                 )
             )
         column = self.tree("column")

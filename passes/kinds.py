@@ -119,16 +119,11 @@ class Kinds:
             for n, facts in self.infer.facts.items()
             if self.token_axes([(a,) for a in facts.split], raw=True)
         )
-        if not cut and any(a is not None and a.find().parts is not None for a in (self.batch, self.seq)):
-            raise Refusal(
-                reason_at(
-                    self.ids,
-                    "cut-sequence",
-                    "the batch or sequence axis is paired with an axis of another factorisation",
-                    "positions would be regrouped, and columns of packed tokens are not regular",
-                    "keep [batch, sequence] apart from other dims inside the model",
-                )
-            )
+        for axis in (self.batch, self.seq):
+            if not cut and axis is not None and axis.find().parts is not None:
+                assert self.ids is not None
+                cutter = self.infer.cuts.get(axis.find(), self.ids)
+                raise Refusal(self._cut_reason(cutter, "pairs something with a part of"))
         return cut
 
     def run(self) -> None:
@@ -345,7 +340,7 @@ class Kinds:
 
     def _sliced_table(self, node: fx.Node) -> Reason:
         return reason_at(
-            node, "misaligned", f"{_op_name(node)} runs over a part of the sequence, or merged with other dims",
+            node, "misaligned", f"{name_of(node)} runs over a part of the sequence, or merged with other dims",
             "a table by column has one row for each column", "give the table a dim of its own for the column",
         )  # fmt: skip
 
@@ -408,7 +403,7 @@ class Kinds:
                     "misaligned",
                     f"{name} combines different positions",
                     "its operands run over different slices of the sequence, or over axes not proved to be the same",
-                    "nothing to do: it runs on the expanded values",
+                    self._hint_in_tail("combine a position with itself only, or move the op after the model"),
                 )
         for out in facts.outs:
             if len(self.seq_axes(out)) > 1 or sum(self.is_batch(x) for x in self.token_axes(out)) > 1:
@@ -462,12 +457,15 @@ class Kinds:
                     "row-value",
                     f"{_op_name(node)} reads {name_of(a)}, which is not one value per position",
                     "only values with one entry per position of the grid can become part of the tree key",
-                    "nothing to do unless this is inside the model: then expand it to [batch, sequence] first",
+                    self._hint_in_tail(
+                        "expand it to [batch, sequence] first, or move the op after the model"
+                    ),
                 )
             if any(self.region_of_axis(axis) != WHOLE for axis in self.seq_axes(dims)):
                 return reason_at(
-                    node, "sliced-input", f"{_op_name(node)} reads a slice of a per-position input",
-                    "it is not aligned with the tokens of the tree", "nothing to do: it runs on the expanded values",
+                    node, "sliced-input", f"{_op_name(node)} reads a slice of an input with one value per position",
+                    "the slice is not aligned with the tokens of the tree",
+                    self._hint_in_tail("apply the op to the whole sequence and slice the result"),
                 )  # fmt: skip
             if not self._in_cone and a not in self.keys and not self._leaves(a) <= self.keys.keys():
                 return reason_at(
@@ -476,6 +474,10 @@ class Kinds:
                     "nothing to do: it runs on the expanded values",
                 )  # fmt: skip
         return None
+
+    def _hint_in_tail(self, inside: str) -> str:
+        """What to do about an op of the tail, or about one that an attention reads."""
+        return inside if self._in_cone else "nothing to do: it runs on the expanded values"
 
     def _scalar(self, node: fx.Node) -> bool:
         return not self.token_axes(self.dims(node))
@@ -532,17 +534,18 @@ class Kinds:
     def _private(self, node: fx.Node, reason: Reason | None) -> Value:
         rule = lookup(node.target)
         if rule is not None and rule.family == "attention":
-            raise Refusal(
-                reason
-                or reason_at(
-                    node,
-                    "private-attention",
-                    "an attention reads values that are not shared",
-                    "its inputs belong to the row",
-                    "move the op that reads per-row values after the model",
-                )
-            )
+            raise Refusal(reason or self._row_reason(node))
         return Value(Kind.PRIVATE, reason=reason)
+
+    def _row_reason(self, node: fx.Node) -> Reason:
+        """Points at the op whose result belongs to the row by nature: it has no reason of its own."""
+        while self.values.get(node, Value(Kind.PRIVATE)).form == "copy":
+            node = next(a for a in node.all_input_nodes if self.values[a].kind is Kind.PRIVATE)
+        return reason_at(
+            node, "private-attention", f"an attention reads the result of {_op_name(node)}, which belongs to the row",
+            "rows that share a prefix may differ in it, and an attention of packed tokens needs what they share",
+            "move the op after the model, or out of the compiled region",
+        )  # fmt: skip
 
     # ---- refusals -------------------------------------------------------------------------------------------------
 
@@ -583,8 +586,18 @@ class Kinds:
                 )
             )
 
+    def _cut_reason(self, node: fx.Node, how: str) -> Reason:
+        return reason_at(
+            node, "cut-sequence", f"{_op_name(node)} {how} the batch or sequence axis",
+            "positions would be regrouped by column, and columns of packed tokens are not regular",
+            "keep [batch, sequence] whole inside the model, or move the op after the model",
+        )  # fmt: skip
+
     def _mixing_reason(self, node: fx.Node, dim: Dim) -> Reason:
-        along = "batch" if all(self.is_batch(a) for a in self.token_axes((dim,))) else "sequence"
+        if node in self.infer.uncut:
+            return self._cut_reason(node, "cuts")
+        tokens = self.token_axes((dim,))
+        along = "batch" if tokens and all(self.is_batch(a) for a in tokens) else "sequence"
         if len(resolve(dim)) > 1:
             along = "batch and sequence"
         return reason_at(
@@ -598,14 +611,21 @@ class Kinds:
     def _scalar_reason(self, node: fx.Node) -> Reason:
         return reason_at(
             node, "scalar", f"{_op_name(node)} turns a tensor into a number",
-            "the number would be that of the packed tensor", "keep it a tensor",
+            "the number would be that of the packed tokens and not that of the batch",
+            "keep it a tensor, or read it outside of the compiled region",
         )  # fmt: skip
 
     def _input_reason(self, node: fx.Node) -> Reason:
+        what = "has an axis that is not proved to be the batch or the sequence"
+        if node in self.parameters or value_of(node).requires_grad:
+            what = "has a batch axis, and is a weight or needs a gradient"
+        elif len(self.seq_axes(self.dims(node))) > 1:
+            what = "runs over the sequence twice"
+        name = "a constant tensor" if node.op == "get_attr" else f"the input {name_of(node)}"
         return reason_at(
-            node, "dense-input", f"the input {name_of(node)} has a batch axis and features or gradients",
-            "values per position that are not token ids cannot be part of the tree key",
-            "pass token ids instead of embeddings, or call the op that uses it after the model",
+            node, "dense-input", f"{name} {what}",
+            "only what has one entry per position, and no gradient, can become part of the tree key",
+            self._hint_in_tail("pass token ids instead of embeddings, or use it after the model"),
         )  # fmt: skip
 
     def _refuse_weights(self) -> None:
@@ -615,7 +635,8 @@ class Kinds:
                 for user in node.users:
                     if user is output or self.values[user].kind is Kind.PRIVATE:
                         raise Refusal(
-                            reason_at(
+                            self._value_reason(node, user)
+                            or reason_at(
                                 node,
                                 "attention-weights",
                                 "attention weights are read outside of an attention",
@@ -623,6 +644,12 @@ class Kinds:
                                 "call without output_attentions, or compute them outside of the compiled region",
                             )
                         )
+
+    def _value_reason(self, weights: fx.Node, user: fx.Node) -> Reason | None:
+        """Why the values of an attention written out are private, if that is what its weights are read for."""
+        rule = lookup(user.target)
+        product = rule is not None and rule.family == "matmul" and user.args[0] is weights
+        return self.values[user].reason if product else None
 
     def _check(self) -> None:
         self._refuse_weights()
@@ -759,8 +786,8 @@ class Kinds:
                     node,
                     "attention-heads",
                     "query and key heads of an attention are not grouped in order",
-                    "head h of a query must read key head h // group",
-                    "bring the heads into the order (key head, group)",
+                    "head h of a query must read head h // group of the keys and the same head of the values",
+                    "give keys and values the same heads, and repeat them by repeat_interleave(group, 1)",
                 )
             )
 

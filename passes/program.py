@@ -23,7 +23,7 @@ from treecompile.passes.kinds import Kind, Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
 from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
 from treecompile.passes.ops.views import arg
-from treecompile.passes.reasons import ARGUMENT, Refusal, reason_at, source_text
+from treecompile.passes.reasons import ARGUMENT, source_text
 from treecompile.passes.rule import Facts, Infer, lookup, outputs_of, value_of
 from treecompile.runtime.losses import nll_from_log_probs
 from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
@@ -31,7 +31,6 @@ from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
 __all__ = ["Draft", "Rewrite", "build"]
 
 aten = torch.ops.aten
-_WALKS = 4  # infer walks; each holds off the views that the last one found to cut a token axis
 
 
 @dataclass
@@ -101,10 +100,11 @@ def classify(lowered: fx.GraphModule, parameters: set[fx.Node]) -> Kinds:
     """Infer every dim, then decide every kind.
 
     A view is free to cut a feature axis. That it cut a token axis is known only once the token axes are, so the infer
-    walk is repeated with such views held off (they then belong to the dense tail) until none is left.
+    walk is repeated with such views held off (they then belong to the dense tail) until none is left: a view that is
+    held off cuts nothing.
     """
     uncut: frozenset[fx.Node] = frozenset()
-    for _ in range(_WALKS):
+    while True:
         infer, constants = _infer(lowered, uncut)
         kinds = Kinds(lowered.graph, infer, parameters, constants)
         cut = kinds.views_that_cut_tokens()
@@ -112,16 +112,6 @@ def classify(lowered: fx.GraphModule, parameters: set[fx.Node]) -> Kinds:
             kinds.run()
             return kinds
         uncut |= cut
-    node = min(uncut, key=lambda n: n.name)
-    raise Refusal(
-        reason_at(
-            node,
-            "cut-sequence",
-            "a view cuts the batch or sequence axis in two",
-            "positions would be regrouped by column, and columns of packed tokens are not regular",
-            "keep [batch, sequence] apart from other dims inside the model",
-        )
-    )
 
 
 def _infer(lowered: fx.GraphModule, uncut: frozenset[fx.Node]) -> tuple[Infer, dict[fx.Node, Any]]:

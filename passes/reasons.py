@@ -99,6 +99,8 @@ def name_of(node: fx.Node) -> str:
 
 
 def reason_at(node: fx.Node | None, slug: str, what: str, why: str, hint: str) -> Reason:
-    """A reason with the user's line of a node."""
+    """A reason with the user's line of a node; an argument of the graph has that of its first reader."""
+    if node is not None and node.op == "placeholder":
+        node = next(iter(node.users), node)
     where, source = user_line(node)
     return Reason(slug, what, why, hint, where, source)

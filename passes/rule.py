@@ -103,6 +103,10 @@ class Infer:
     def __init__(self, uncut: frozenset[fx.Node] = frozenset()) -> None:
         self.facts: dict[fx.Node, Facts] = {}
         self.uncut = uncut
+        self.cuts: dict[
+            Axis, fx.Node
+        ] = {}  # axes that became composite because an op paired them, and the op
+        self._node: fx.Node | None = None
         self._pairs: list[tuple[Dim, Dim]] = []
         self._mixed: list[Dim] = []
 
@@ -121,10 +125,13 @@ class Infer:
         """Combine two dims element by element; returns the dim of the result."""
         if not a or not b:
             return a or b
+        whole = (*resolve(a), *resolve(b))
         try:
             unify(a, b)
         except AxisConflict:
             pass
+        if self._node is not None:
+            self.cuts.update({axis: self._node for axis in whole if axis.parts is not None})
         self._pairs.append((a, b))
         return a
 
@@ -147,7 +154,7 @@ class Infer:
 
     def run(self, node: fx.Node, rule: Rule | None) -> Facts:
         """Facts of one node, by its rule or, without one, as an opaque op."""
-        self._pairs, self._mixed = [], []
+        self._pairs, self._mixed, self._node = [], [], node
         facts = rule.infer(self, node) if rule is not None else opaque(self, node)
         facts.pairs.extend(self._pairs)
         facts.mixed.extend(self._mixed)

@@ -1415,10 +1415,10 @@ many(
         "packed",
         middle(lambda h, ids, mask: torch.where(mask[..., None] > 0, h, 0.0)),
     ),
-    ("scrambled_view", "mixes-tokens", scrambled(9)),
+    ("scrambled_view", "cut-sequence", scrambled(9)),
     ("scrambled_view_uneven", "mixes-tokens", scrambled(10)),
     ("reshaped_view", "mixes-tokens", reshaped(9)),
-    ("reshaped_view_multiple", "mixes-tokens", reshaped(24)),
+    ("reshaped_view_multiple", "cut-sequence", reshaped(24)),
 )
 
 
