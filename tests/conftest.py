@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.law import no_internal_faults
+
 # Dynamo's structured trace: pytest's log capture would have it written for every test, at half the time.
 logging.getLogger("torch.__trace").propagate = False
 
@@ -48,6 +50,13 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def internal_faults() -> Iterator[list[Exception]]:
+    """Exceptions of the passes that ended in a dense run: a test that plants some clears the list."""
+    with no_internal_faults() as found:
+        yield found
 
 
 @pytest.fixture

@@ -21,7 +21,20 @@ from torch.utils import _pytree as pytree
 
 from treecompile import backend
 
-__all__ = ["Batch", "Run", "Toy", "batch", "check", "compare", "compiled", "counting", "rows", "run"]
+__all__ = [
+    "Batch",
+    "Run",
+    "Toy",
+    "batch",
+    "check",
+    "compare",
+    "compiled",
+    "counting",
+    "held",
+    "no_internal_faults",
+    "rows",
+    "run",
+]
 
 Expect = str | Mapping[str, int]
 VOCAB = 13
@@ -107,6 +120,25 @@ def batch(
 
 
 # ---- the comparison ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_internal_faults() -> Iterator[list[Exception]]:
+    """No pass fails in the block, unless the list of their exceptions is cleared."""
+    found: list[Exception] = []
+    reason = backend._internal
+
+    def noted(error: Exception) -> Any:
+        found.append(error)
+        return reason(error)
+
+    backend._internal = noted
+    try:
+        yield found
+    finally:
+        backend._internal = reason
+    if found:
+        raise AssertionError(f"the pass failed: {found}") from found[0]
 
 
 @dataclass
@@ -217,7 +249,8 @@ def _close(what: str, a: Tensor, b: Tensor, tolerance: float, floor: float) -> N
 
 
 def held(expect: Expect, seen: Counter[str]) -> None:
-    """How the run went is how it was expected to go."""
+    """How the run went is how it was expected to go. A fault of the pass itself is never expected."""
+    assert not seen["dense:internal"], f"the pass failed: ran {dict(seen)}"
     dense = {key.removeprefix("dense:"): n for key, n in seen.items() if key.startswith("dense:")}
     if isinstance(expect, str):
         if expect == "packed":

@@ -105,8 +105,9 @@ def _captured(gm: fx.GraphModule, inputs: Sequence[Any], *, probe: _Probe) -> Ca
     number = len(probe.graphs)
     try:
         draft = build(gm, fakes, backend._is_parameter)
-    except Refusal as refusal:
-        probe.graphs.append(GraphReport(gm, None, refusal.reason, ended_by=_break(gm)))
+    except Exception as error:
+        reason = error.reason if isinstance(error, Refusal) else backend._internal(error)
+        probe.graphs.append(GraphReport(gm, None, reason, ended_by=_break(gm)))
         return _without_gradients(gm)
     probe.graphs.append(GraphReport(gm, draft, None, ended_by=_break(gm)))
 

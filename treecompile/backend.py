@@ -74,7 +74,7 @@ def _internal(error: Exception) -> Reason:
     return Reason(
         "internal", f"the pass failed: {type(error).__name__}: {error}",
         "this is a fault of treecompile and not of the model; the graph runs as captured",
-        'set TORCH_LOGS="treecompile" at level debug for the traceback, and report it',
+        'set TORCH_LOGS="+treecompile" for the traceback, and report it',
     )  # fmt: skip
 
 
