@@ -178,6 +178,9 @@ class Kinds:
                 # One row: the batch has no axis.
                 self.ids, self.batch, self.seq = ids, None, axes[0]
                 return
+        for ids in lookups:
+            if value_of(ids).dim() >= 1 and value_of(ids).shape[-1] == 1:
+                raise Refusal(self._decoding_reason(ids))
         raise Refusal(
             reason_at(
                 None,
@@ -591,6 +594,13 @@ class Kinds:
             node, "cut-sequence", f"{_op_name(node)} {how} the batch or sequence axis",
             "positions would be regrouped by column, and columns of packed tokens are not regular",
             "keep [batch, sequence] whole inside the model, or move the op after the model",
+        )  # fmt: skip
+
+    def _decoding_reason(self, ids: fx.Node) -> Reason:
+        return reason_at(
+            ids, "no-token-ids", "one token a row, as in a step of generation",
+            "the prefix tree is built from token ids, and the prefixes of these rows are in a cache or nowhere",
+            "nothing to do: a step runs as captured; training steps and prompts are packed",
         )  # fmt: skip
 
     def _mixing_reason(self, node: fx.Node, dim: Dim) -> Reason:

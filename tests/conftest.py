@@ -20,8 +20,10 @@ import torch
 
 from tests.law import no_internal_faults
 
-# Dynamo's structured trace: pytest's log capture would have it written for every test, at half the time.
+# Dynamo's structured trace: pytest's log capture would have it written for every test, at half the time. It listens
+# to every logger that it finds, also to those that do not propagate.
 logging.getLogger("torch.__trace").propagate = False
+logging.Logger.manager.loggerDict.pop("torch.__trace")
 
 hypothesis.settings.register_profile("fast", deadline=None, derandomize=True, max_examples=25, database=None)
 hypothesis.settings.register_profile(

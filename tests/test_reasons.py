@@ -191,6 +191,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     ),
     "attention-operand": ("attention-operand", lambda: (Memory(), IDS)),
     "no-token-ids": ("no-token-ids", lambda: (WithoutIds(), torch.ones(2, 2, LENGTH, 4))),
+    "one-token": ("no-token-ids", lambda: (Model(), IDS[:, :1])),
     "no-attention": ("no-attention", lambda: (WithoutAttention(), IDS)),
     "in-place": ("in-place", lambda: (Model(written_in_place), IDS)),
     "dense-input": (
