@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import law
 from tests.law import Batch, Toy, batch, causal_and_padding, check, compiled, counting, sdpa
+from tests.models import FAMILIES
 
 # ---- graph breaks ------------------------------------------------------------------------------------------
 
@@ -170,6 +171,82 @@ def test_second_backward_as_with_the_stock_compiler_at_dynamic_shapes() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_create_graph_gives_the_first_derivative_and_refuses_the_second_as_stock_does() -> None:
+    """A gradient penalty needs eager mode: no compiled graph has a second derivative, packed or not."""
+    toy, b = Toy(), batch(pad="mixed")
+    weights = [toy.head.weight, toy.layers[0].q.weight, toy.tokens.weight]
+    expected = torch.autograd.grad(_loss(toy(b.ids, b.mask), b), weights)
+    for call, packed in ((torch.compile(toy, backend="aot_eager"), 0), (compiled(toy), 1)):
+        with torch._functorch.config.patch(donated_buffer=False), counting() as seen:
+            found = torch.autograd.grad(_loss(call(b.ids, b.mask), b), weights, create_graph=True)
+        assert (seen["packed"], seen["dense"]) == (packed, 0)
+        for grad, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-11)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            sum(grad.square().sum() for grad in found).backward()
+        assert not _grads(toy)
+
+
+# ---- gradients of inputs -------------------------------------------------------------------------------------
+
+
+def _hidden() -> Tensor:
+    return torch.randn(6, 9, 12, dtype=torch.float64, requires_grad=True)
+
+
+def _given(model: Toy, ids: Tensor, mask: Tensor, given: Tensor) -> Tensor:
+    return given + model.places(torch.arange(ids.shape[1]))
+
+
+def _added(model: Toy, ids: Tensor, mask: Tensor, given: Tensor) -> Tensor:
+    return model.tokens(ids) + given
+
+
+@pytest.mark.parametrize(("embed", "expect"), [(_given, "no-token-ids"), (_added, "dense-input")])
+def test_gradients_asked_of_hidden_states_run_dense(embed: Callable[..., Tensor], expect: str) -> None:
+    b = batch(pad="mixed")
+    found = check(Toy(embed=embed, middle=_same), b.ids, b.mask, _hidden(), kept=b.kept, expect=expect)
+    assert "input2" in found.grads
+
+
+def test_gradients_asked_of_an_input_of_the_tail_are_packed() -> None:
+    """A value head's noise, say: it meets the logits on the grid."""
+    b = batch(pad="mixed")
+    given = torch.randn(6, 9, law.VOCAB, dtype=torch.float64, requires_grad=True)
+    model = Toy(tail=lambda logits, ids, mask, given: logits * given, middle=_same)
+    found = check(model, b.ids, b.mask, given, kept=b.kept)
+    assert "input2" in found.grads
+
+
+def _same(h: Tensor, *_: Any) -> Tensor:
+    return h
+
+
+class FromEmbeddings(nn.Module):
+    """A transformers model that is given embeddings, of its own tokens or of the caller's."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.model, self.own = FAMILIES["qwen3"].build().double(), own
+
+    def forward(self, ids: Tensor, mask: Tensor, embeds: Tensor | None = None) -> Tensor:
+        embeds = self.model.get_input_embeddings()(ids) if self.own else embeds
+        out: Tensor = self.model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).logits
+        return out
+
+
+@pytest.mark.parametrize(("own", "expect"), [(True, "packed"), (False, "no-token-ids")])
+def test_inputs_embeds_of_transformers(own: bool, expect: str) -> None:
+    b = batch(pad="right")
+    embeds = () if own else (torch.randn(6, 9, 32, dtype=torch.float64, requires_grad=True),)
+    found = check(FromEmbeddings(own), b.ids, b.mask, *embeds, kept=b.kept, expect=expect, tolerance=1e-6)
+    assert ("input2" in found.grads) == (not own)
+
+
+# ---- threads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_two_threads_train_on_their_own_batches() -> None:
     toys = [Toy(), Toy()]
     batches = [
@@ -275,6 +352,44 @@ def test_a_compiled_model_is_copied_and_saved_like_any_other() -> None:
     file.seek(0)
     twin.load_state_dict(torch.load(file))
     torch.testing.assert_close(twin(b.ids, b.mask), expected)
+
+
+def _saved(model: nn.Module, backend: str, in_place: bool, *args: Any) -> Any:
+    """What torch.load gives for a compiled model, called before if there are arguments; or the error."""
+    options = {"compiler": "aot_eager", "min_sharing": 0} if backend == "tree" else None
+    call: Any = model
+    if in_place:
+        model.compile(backend=backend, options=options)
+    else:
+        call = torch.compile(model, backend=backend, options=options)
+    if args:
+        call(*args)
+    file = io.BytesIO()
+    try:
+        torch.save(call, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    except Exception as error:
+        return error
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in_place"])
+@pytest.mark.parametrize("called", [False, True], ids=["before", "after"])
+def test_a_compiled_model_goes_through_torch_save_as_with_inductor(in_place: bool, called: bool) -> None:
+    """A wrapped model is still compiled when it comes back; one compiled in place is plain, whatever the backend."""
+    toy, b = Toy(), batch(pad="mixed")
+    expected = toy(b.ids, b.mask)
+    stock = _saved(copy.deepcopy(toy), "inductor", in_place)
+    found = _saved(toy, "tree", in_place, *((b.ids, b.mask) if called else ()))
+    assert type(found) is type(stock)
+    assert isinstance(found, nn.Module)
+    assert (found._compiled_call_impl is None) == (stock._compiled_call_impl is None)
+    assert list(found.state_dict()) == list(stock.state_dict())
+    with counting() as seen:
+        out = found(b.ids, b.mask)
+    assert (seen["packed"], seen["dense"]) == (int(not in_place), 0)
+    torch.testing.assert_close(out[b.kept], expected[b.kept], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
