@@ -320,6 +320,92 @@ def test_exception_in_mid_step_leaves_the_next_step_intact(where: str) -> None:
     _same_grads(expected, _grads(toy))
 
 
+def _step(call: Callable[..., Tensor], b: Batch, where: str, toy: Toy) -> Tensor:
+    """A step in which something raises: after the forward pass, or in the backward pass above or below the graph."""
+    if where == "after":
+        _stop(call(b.ids, b.mask))
+    out = call(b.ids, b.mask)
+    if where == "above":
+        out.register_hook(_stop)
+    elif where == "below":
+        toy.layers[1].q.weight.register_hook(_stop)
+    return _loss(out, b)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("where", ["after", "above", "below"])
+def test_gradients_that_a_failed_step_leaves_are_whole(where: str) -> None:
+    """As in eager mode, unless the failure is below the graph: there each gradient is the old or the new one."""
+    one, two = batch(pad="mixed"), batch(pad="left", seed=9)
+    left, new = [], {}
+    for wrap in (lambda toy: toy, compiled):
+        toy = Toy()
+        call = wrap(toy)
+        _loss(call(one.ids, one.mask), one).backward()
+        before, old = {n: p.detach().clone() for n, p in toy.named_parameters()}, _grads(toy)
+        with pytest.raises(Stop):
+            _step(call, two, where, toy).backward()
+        assert all(torch.equal(p, before[n]) for n, p in toy.named_parameters())
+        left.append(_grads(toy))
+        if where != "below":
+            assert all(torch.equal(grad, old[n]) for n, grad in left[-1].items())
+            continue
+        new = new or _whole(one, two)
+        for n, grad in left[-1].items():
+            torch.testing.assert_close(
+                grad, old[n] if torch.equal(grad, old[n]) else new[n], rtol=1e-9, atol=1e-11
+            )
+    assert left[0].keys() == left[1].keys()
+
+
+def _whole(*batches: Batch) -> dict[str, Tensor]:
+    toy = Toy()
+    for b in batches:
+        _loss(toy(b.ids, b.mask), b).backward()
+    return _grads(toy)
+
+
+def _cross_entropy(logits: Tensor, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _picked(logits: Tensor, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    index = labels[:, 1:].clamp(min=0)
+    return (
+        logits[:, :-1].log_softmax(-1).gather(-1, index[..., None]).squeeze(-1) * (labels[:, 1:] >= 0)
+    ).sum()
+
+
+def _looked_up(logits: Tensor, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    weights = torch.ones(law.VOCAB, dtype=logits.dtype)[labels.clamp(min=0)]
+    return (logits * weights[..., None]).sum()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("tail", [_cross_entropy, _picked, _looked_up])
+def test_label_out_of_range_raises_as_dense_does(tail: Callable[..., Tensor]) -> None:
+    """A failing op of the tail: nothing is left of the step, and the next one is packed and right."""
+    toy, b = Toy(tail=tail, middle=_same), batch(pad="none")
+    bad = b.labels.clone()
+    bad[1, 3] = 1000
+    call = compiled(toy)
+    call(b.ids, b.mask, b.labels).backward()
+    before, old = {n: p.detach().clone() for n, p in toy.named_parameters()}, _grads(toy)
+    for each in (toy, call):
+        with pytest.raises((IndexError, RuntimeError)):
+            each(b.ids, b.mask, bad).backward()
+        _same_grads(old, _grads(toy))
+        assert all(torch.equal(p, before[n]) for n, p in toy.named_parameters())
+    toy.zero_grad()
+    with counting() as seen:
+        call(b.ids, b.mask, b.labels).backward()
+    assert (seen["packed"], seen["dense"]) == (1, 0)
+    found = _grads(toy)
+    toy.zero_grad()
+    toy(b.ids, b.mask, b.labels).backward()
+    _same_grads(_grads(toy), found)
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_token_out_of_range_raises_as_dense_does() -> None:
     toy, b = Toy(), batch(pad="none")
