@@ -1,0 +1,504 @@
+"""Triton kernels of tree attention: forward, dQ by query block, dK and dV by key block.
+
+A query block is TOKENS packed tokens of HEADS query heads that share one K/V head: rows ``head * TOKENS + token``.
+Its far keys all lie on one path, the ancestors of its first token (`treecompile.runtime.ops.attention_lists`):
+tiles of KEYS consecutive ancestors that all its queries see come first, without any mask; what is left, its own
+tokens included, comes packed by index and masked.
+
+Sums are fp32 and in a fixed order, no atomics: results repeat bit for bit. Addresses are 64 bits wide.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["delta_kernel", "dkv_kernel", "dq_kernel", "forward_kernel"]
+
+# Each kernel's logits are base 2: scale carries log2(e). With a softcap, `scale` is 2 log2(e) scale / softcap, what
+# tanh wants, and `cap` is softcap log2(e).
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather(base, rows, valid, stride, SIZE: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of a matrix, zeros where not valid and past SIZE."""
+    feature = tl.arange(0, PAD)
+    at = base + rows.to(tl.int64)[:, None] * stride + feature[None, :]
+    if PAD == SIZE:
+        return tl.load(at, mask=valid[:, None], other=0.0)
+    return tl.load(at, mask=valid[:, None] & (feature < SIZE)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _query(  # type: ignore[no-untyped-def]
+    base, head, n, live, head_stride, token_stride, SIZE: tl.constexpr, PAD: tl.constexpr
+):
+    """Rows (head, token) of a [heads, tokens, SIZE] tensor; zeros where not live and past SIZE."""
+    feature = tl.arange(0, PAD)
+    at = base + (head * head_stride + n.to(tl.int64) * token_stride)[:, None] + feature[None, :]
+    return tl.load(at, mask=live[:, None] & (feature < SIZE)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(  # type: ignore[no-untyped-def]
+    descriptor,
+    base,
+    head,
+    start,
+    tokens,
+    stride,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """ROWS consecutive tokens of one head: by the copy engine, or by pointers from the head's `base`."""
+    if TMA:
+        return descriptor.load([head, start, 0]).reshape(ROWS, PAD)
+    rows = start + tl.arange(0, ROWS)
+    return _gather(base, rows, rows < tokens, stride, SIZE, PAD)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dot(a, b):  # type: ignore[no-untyped-def]
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_dot(a, b, total):  # type: ignore[no-untyped-def]
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """tanh(x / (2 log2(e))): never overflows to NaN, absolute error one rounding of 1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    acc, top, total, s, v, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+):
+    """One step of the running softmax."""
+    if SOFTCAP:
+        s = cap * _tanh(s * scale)
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    if SOFTCAP:
+        new = tl.maximum(top, tl.max(s, 1))
+    else:
+        new = tl.maximum(top, tl.max(s, 1) * scale)
+    shift = new
+    if MASKED:
+        # A row that has seen nothing yet: exp2(-inf - 0) = 0.
+        shift = tl.where(new == float("-inf"), 0.0, new)
+    if SOFTCAP:
+        p = tl.exp2(s - shift[:, None])
+    else:
+        p = tl.exp2(s * scale - shift[:, None])
+    fade = tl.exp2(top - shift)
+    total = total * fade + tl.sum(p, 1)
+    acc = _add_dot(p.to(v.dtype), v, acc * fade[:, None])
+    return acc, new, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(  # type: ignore[no-untyped-def]
+    s, lse, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+):
+    """Softmax weights from logits and the final log-sum-exp, and the slope of the softcap (1 without)."""
+    slope = 1.0
+    if SOFTCAP:
+        bend = _tanh(s * scale)
+        slope = 1.0 - bend * bend
+        p = tl.exp2(cap * bend - lse)
+    else:
+        p = tl.exp2(s * scale - lse)
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    return p, slope
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _next_tile(start, left, run, runs, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Step to the next full tile: further along the run, or to the first tile of the next one."""
+    left -= 1
+    run += (left == 0).to(tl.int32)
+    ahead = tl.load(runs + 2 * run)
+    count = tl.load(runs + 2 * run + 1)
+    start = tl.where(left == 0, ahead, start + KEYS)
+    left = tl.where(left == 0, count, left)
+    return start, left, run
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def forward_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    k_descriptor,
+    v_descriptor,
+    out,
+    lse,
+    sinks,
+    subtree_end,
+    column,
+    order,
+    run_offsets,
+    runs,
+    full_tiles,
+    index_offsets,
+    index,
+    tokens,
+    q_head,
+    q_token,
+    k_head,
+    k_token,
+    v_head,
+    v_token,
+    scale,
+    cap,
+    window,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QK: tl.constexpr,
+    QK_PAD: tl.constexpr,
+    V: tl.constexpr,
+    V_PAD: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    TMA: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
+):
+    ROWS: tl.constexpr = HEADS * TOKENS
+    block = tl.load(order + tl.program_id(0))
+    part = tl.program_id(1)
+    kv = part // (GROUP // HEADS)
+    row = tl.arange(0, ROWS)
+    head = (part * HEADS + row // TOKENS).to(tl.int64)
+    n = block * TOKENS + row % TOKENS
+    live = n < tokens
+    k += kv.to(tl.int64) * k_head
+    v += kv.to(tl.int64) * v_head
+    qs = _query(q, head, n, live, q_head, q_token, QK, QK_PAD)
+    acc = tl.zeros([ROWS, V_PAD], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+
+    run = tl.load(run_offsets + block)
+    start = tl.load(runs + 2 * run)
+    left = tl.load(runs + 2 * run + 1)
+    for _ in range(tl.load(full_tiles + block)):
+        ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
+        s = _dot(qs, ks.T)
+        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+        acc, top, total = _attend(acc, top, total, s, vs, live, scale, cap, SOFTCAP, False)
+        start, left, run = _next_tile(start, left, run, runs, KEYS)
+
+    if WINDOW:
+        at = tl.load(column + n, mask=live, other=0)
+    for begin in tl.range(
+        tl.load(index_offsets + block), tl.load(index_offsets + block + 1), KEYS, num_stages=MASKED_STAGES
+    ):
+        key = tl.load(index + begin + tl.arange(0, KEYS))
+        real = key >= 0
+        end = tl.load(subtree_end + key, mask=real, other=0)
+        ks = _gather(k, key, real, k_token, QK, QK_PAD)
+        s = _dot(qs, ks.T)
+        visible = (key[None, :] <= n[:, None]) & (n[:, None] < end[None, :])
+        if WINDOW:
+            key_at = tl.load(column + key, mask=real, other=0)
+            visible = visible & (at[:, None] - key_at[None, :] < window)
+        vs = _gather(v, key, real, v_token, V, V_PAD)
+        acc, top, total = _attend(acc, top, total, s, vs, visible, scale, cap, SOFTCAP, True)
+
+    blind = top == float("-inf")
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        shift = tl.where(blind, 0.0, tl.maximum(top, sink))
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.exp2(sink - shift)
+        acc = acc * fade[:, None]
+        top = shift
+    total = tl.where(blind, 1.0, total)
+    acc = acc / total[:, None]
+    natural = tl.where(blind, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    tl.store(lse + head * tokens + n, natural, mask=live)
+    feature = tl.arange(0, V_PAD)
+    where = out + (head * tokens + n)[:, None] * V + feature[None, :]
+    tl.store(where, acc.to(out.dtype.element_ty), mask=live[:, None] & (feature < V)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def delta_kernel(  # type: ignore[no-untyped-def]
+    grad,
+    out,
+    lse,
+    delta,
+    lse2,
+    tokens,
+    grad_head,
+    grad_token,
+    V: tl.constexpr,
+    V_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """rowsum(grad * out), and the log-sum-exp in base 2, huge where a query sees nothing."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1).to(tl.int64)
+    live = n < tokens
+    d_out = _gather(grad + head * grad_head, n, live, grad_token, V, V_PAD).to(tl.float32)
+    o = _gather(out + head * tokens * V, n, live, V, V, V_PAD).to(tl.float32)
+    tl.store(delta + head * tokens + n, tl.sum(d_out * o, 1), mask=live)
+    natural = tl.load(lse + head * tokens + n, mask=live, other=0.0)
+    base2 = tl.where(natural == float("-inf"), 1e30, natural * 1.4426950408889634)
+    tl.store(lse2 + head * tokens + n, base2, mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def dq_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    grad,
+    k_descriptor,
+    v_descriptor,
+    dq,
+    lse2,
+    delta,
+    subtree_end,
+    column,
+    order,
+    run_offsets,
+    runs,
+    full_tiles,
+    index_offsets,
+    index,
+    tokens,
+    q_head,
+    q_token,
+    k_head,
+    k_token,
+    v_head,
+    v_token,
+    grad_head,
+    grad_token,
+    scale,
+    cap,
+    window,
+    factor,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QK: tl.constexpr,
+    QK_PAD: tl.constexpr,
+    V: tl.constexpr,
+    V_PAD: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
+):
+    ROWS: tl.constexpr = HEADS * TOKENS
+    block = tl.load(order + tl.program_id(0))
+    part = tl.program_id(1)
+    kv = part // (GROUP // HEADS)
+    row = tl.arange(0, ROWS)
+    head = (part * HEADS + row // TOKENS).to(tl.int64)
+    n = block * TOKENS + row % TOKENS
+    live = n < tokens
+    k += kv.to(tl.int64) * k_head
+    v += kv.to(tl.int64) * v_head
+    qs = _query(q, head, n, live, q_head, q_token, QK, QK_PAD)
+    d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
+    log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
+    mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
+    acc = tl.zeros([ROWS, QK_PAD], tl.float32)
+
+    run = tl.load(run_offsets + block)
+    start = tl.load(runs + 2 * run)
+    left = tl.load(runs + 2 * run + 1)
+    for _ in range(tl.load(full_tiles + block)):
+        ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
+        s = _dot(qs, ks.T)
+        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+        dp = _dot(d_out, vs.T)
+        p, slope = _weights(s, log_sum[:, None], live, scale, cap, SOFTCAP, False)
+        ds = p * (dp - mean[:, None]) * slope
+        acc = _add_dot(ds.to(ks.dtype), ks, acc)
+        start, left, run = _next_tile(start, left, run, runs, KEYS)
+
+    if WINDOW:
+        at = tl.load(column + n, mask=live, other=0)
+    for begin in tl.range(
+        tl.load(index_offsets + block), tl.load(index_offsets + block + 1), KEYS, num_stages=MASKED_STAGES
+    ):
+        key = tl.load(index + begin + tl.arange(0, KEYS))
+        real = key >= 0
+        end = tl.load(subtree_end + key, mask=real, other=0)
+        ks = _gather(k, key, real, k_token, QK, QK_PAD)
+        s = _dot(qs, ks.T)
+        visible = (key[None, :] <= n[:, None]) & (n[:, None] < end[None, :])
+        if WINDOW:
+            key_at = tl.load(column + key, mask=real, other=0)
+            visible = visible & (at[:, None] - key_at[None, :] < window)
+        vs = _gather(v, key, real, v_token, V, V_PAD)
+        dp = _dot(d_out, vs.T)
+        p, slope = _weights(s, log_sum[:, None], visible, scale, cap, SOFTCAP, True)
+        ds = p * (dp - mean[:, None]) * slope
+        acc = _add_dot(ds.to(ks.dtype), ks, acc)
+
+    feature = tl.arange(0, QK_PAD)
+    where = dq + (head * tokens + n)[:, None] * QK + feature[None, :]
+    tl.store(
+        where, (acc * factor).to(dq.dtype.element_ty), mask=live[:, None] & (feature < QK)[None, :]
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _key_step(  # type: ignore[no-untyped-def]
+    dk, dv, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+):
+    """One query tile's share of dK and dV. Scores are computed transposed: on Hopper, Triton up to 3.7.0
+    miscompiles products with a transposed accumulator."""
+    s = _dot(ks, qs.T)
+    p, slope = _weights(s, log_sum[None, :], visible, scale, cap, SOFTCAP, MASKED)
+    dv = _add_dot(p.to(d_out.dtype), d_out, dv)
+    dp = _dot(vs, d_out.T)
+    ds = p * (dp - mean[None, :]) * slope
+    dk = _add_dot(ds.to(qs.dtype), qs, dk)
+    return dk, dv
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def dkv_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    grad,
+    q_descriptor,
+    grad_descriptor,
+    dk,
+    dv,
+    lse2,
+    delta,
+    subtree_end,
+    column,
+    order,
+    ranges,
+    tile_offsets,
+    tile_list,
+    tokens,
+    q_head,
+    q_token,
+    k_head,
+    k_token,
+    v_head,
+    v_token,
+    grad_head,
+    grad_token,
+    scale,
+    cap,
+    window,
+    factor,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    QK: tl.constexpr,
+    QK_PAD: tl.constexpr,
+    V: tl.constexpr,
+    V_PAD: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
+):
+    """Query tiles of ROWS consecutive tokens of one head where all pairs attend, masked ones of TOKENS tokens
+    of HEADS heads elsewhere."""
+    ROWS: tl.constexpr = HEADS * TOKENS
+    block = tl.load(order + tl.program_id(0))
+    kv = tl.program_id(1)
+    key = block * KEYS + tl.arange(0, KEYS)
+    real = key < tokens
+    end = tl.load(subtree_end + key, mask=real, other=0)
+    ks = _gather(k + kv.to(tl.int64) * k_head, key, real, k_token, QK, QK_PAD)
+    vs = _gather(v + kv.to(tl.int64) * v_head, key, real, v_token, V, V_PAD)
+    dk_acc = tl.zeros([KEYS, QK_PAD], tl.float32)
+    dv_acc = tl.zeros([KEYS, V_PAD], tl.float32)
+
+    # Masked tokens are [low, full) and [after, high), of which the second starts behind the full tiles.
+    low = block * KEYS
+    full = tl.load(ranges + 3 * block)
+    count = tl.load(ranges + 3 * block + 1)
+    high = tl.load(ranges + 3 * block + 2)
+    after = full + count * ROWS
+    for i in range(count * GROUP):
+        which = i // count
+        start = full + (i - which * count) * ROWS
+        head = (kv * GROUP + which).to(tl.int64)
+        qs = _tile(
+            q_descriptor, q + head * q_head, kv * GROUP + which, start, tokens, q_token, QK, QK_PAD, ROWS, TMA
+        )
+        d_out = _tile(
+            grad_descriptor,
+            grad + head * grad_head,
+            kv * GROUP + which,
+            start,
+            tokens,
+            grad_token,
+            V,
+            V_PAD,
+            ROWS,
+            TMA,
+        )
+        at = head * tokens + start + tl.arange(0, ROWS)
+        log_sum = tl.load(lse2 + at)
+        mean = tl.load(delta + at)
+        dk_acc, dv_acc = _key_step(
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False
+        )
+
+    if WINDOW:
+        key_at = tl.load(column + key, mask=real, other=0)
+        first = tl.load(tile_offsets + block)
+        tiles = tl.load(tile_offsets + block + 1) - first
+    else:
+        first = tl.cdiv(full - low, TOKENS)
+        tiles = first + tl.cdiv(high - after, TOKENS)
+    row = tl.arange(0, ROWS)
+    for i in tl.range(tiles * (GROUP // HEADS), num_stages=MASKED_STAGES):
+        part = i // tiles
+        tile = i - part * tiles
+        if WINDOW:
+            start = tl.load(tile_list + first + tile) * TOKENS
+            limit = tokens
+        else:
+            start = tl.where(tile < first, low + tile * TOKENS, after + (tile - first) * TOKENS)
+            limit = tl.where(tile < first, full, high)
+        head = (kv * GROUP + part * HEADS + row // TOKENS).to(tl.int64)
+        n = start + row % TOKENS
+        live = n < limit
+        qs = _query(q, head, n, live, q_head, q_token, QK, QK_PAD)
+        d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
+        log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
+        mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
+        visible = (key[:, None] <= n[None, :]) & (n[None, :] < end[:, None]) & live[None, :]
+        if WINDOW:
+            at = tl.load(column + n, mask=live, other=0)
+            visible = visible & (at[None, :] - key_at[:, None] < window)
+        dk_acc, dv_acc = _key_step(
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True
+        )
+
+    kv_rows = (kv.to(tl.int64) * tokens + key)[:, None]
+    feature = tl.arange(0, QK_PAD)
+    mask = real[:, None] & (feature < QK)[None, :]
+    tl.store(dk + kv_rows * QK + feature[None, :], (dk_acc * factor).to(dk.dtype.element_ty), mask=mask)
+    feature = tl.arange(0, V_PAD)
+    mask = real[:, None] & (feature < V)[None, :]
+    tl.store(dv + kv_rows * V + feature[None, :], dv_acc.to(dv.dtype.element_ty), mask=mask)

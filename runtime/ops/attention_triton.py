@@ -1,0 +1,345 @@
+"""Tree attention by the Triton kernels: launch parameters, tensor descriptors, and what the kernels do not take.
+
+Algorithm: FlashAttention-2 (Dao 2023), forward and two-pass backward, over the block lists of
+`treecompile.runtime.ops.attention_lists`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treecompile.runtime.ops.attention_lists import TreeTables, key_lists, query_lists, tree_tables
+
+__all__ = ["Tiles", "tiles_for", "triton_backward", "triton_forward", "why_not_triton"]
+
+LOG2E = math.log2(math.e)
+DELTA_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Launch parameters of one kernel.
+
+    Attributes:
+        rows: query rows (tokens times heads) of a tile.
+        keys: keys of a tile.
+        warps, stages: as Triton takes them; `masked_stages` for the loop over masked tiles.
+        tma: load full tiles with the copy engine.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    masked_stages: int
+    tma: bool = True
+
+
+# By the padded head size: forward, dQ, dK/dV.
+_TILES: dict[int, tuple[Tiles, Tiles, Tiles]] = {
+    64: (Tiles(128, 128, 8, 3, 2), Tiles(128, 64, 8, 3, 2), Tiles(64, 128, 8, 3, 2)),
+    128: (Tiles(128, 128, 8, 2, 1), Tiles(128, 64, 8, 2, 1), Tiles(64, 128, 8, 2, 1)),
+    256: (Tiles(128, 64, 8, 2, 1), Tiles(64, 64, 8, 2, 1), Tiles(32, 64, 8, 2, 1)),
+}
+
+
+def tiles_for(qk_size: int, v_size: int) -> tuple[Tiles, Tiles, Tiles]:
+    """Return the launch parameters of forward, dQ and dK/dV for a pair of head sizes.
+
+    Args:
+        qk_size: Dqk, at most 256.
+        v_size: Dv, at most 256.
+
+    Returns:
+        Tiles of the three kernels: one choice per class of shapes, whatever N.
+
+    Example:
+        >>> tiles_for(96, 64)[0].keys
+        128
+    """
+    size = max(64, _padded(qk_size), _padded(v_size))
+    return _TILES[size]
+
+
+def why_not_triton(q: Tensor, v: Tensor, scale: float) -> str:
+    """Say why the kernels cannot run these inputs, or "".
+
+    Args:
+        q: [1, Hq, N, Dqk].
+        v: [1, Hkv, N, Dv].
+        scale: factor on the logits.
+
+    Returns:
+        The reason, for reports.
+
+    Example:
+        >>> why_not_triton(torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 2, 64), 1.0)
+        'not on a CUDA device'
+    """
+    if not q.is_cuda:
+        return "not on a CUDA device"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype} has no matrix units of full precision"
+    if max(q.shape[3], v.shape[3]) > 256:
+        return f"head sizes {q.shape[3]} / {v.shape[3]} are over 256"
+    if scale <= 0:
+        return "the scale is not positive"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call's inputs, ready for the kernels."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tables: TreeTables
+    column: Tensor
+    scale: float
+    softcap: float
+    window: int
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[2]
+
+    def heads(self, rows: int) -> int:
+        """Query heads that share a tile: the largest power of two in the group that leaves 16 tokens."""
+        return min(self.group & -self.group, max(1, rows // 16))
+
+    def logits(self) -> tuple[float, float]:
+        """`scale` and `cap` as the kernels take them."""
+        if self.softcap > 0:
+            return 2 * LOG2E * self.scale / self.softcap, self.softcap * LOG2E
+        return self.scale * LOG2E, 0.0
+
+    def sizes(self, tiles: Tiles, *more: Tensor) -> dict[str, Any]:
+        """Constants of a kernel."""
+        heads = self.heads(tiles.rows)
+        return {
+            "GROUP": self.group,
+            "HEADS": heads,
+            "TOKENS": tiles.rows // heads,
+            "KEYS": tiles.keys,
+            "QK": self.q.shape[3],
+            "QK_PAD": _padded(self.q.shape[3]),
+            "V": self.v.shape[3],
+            "V_PAD": _padded(self.v.shape[3]),
+            "SOFTCAP": self.softcap > 0,
+            "WINDOW": self.window > 0,
+            "TMA": tiles.tma and all(_has_descriptor(x) for x in more),
+            "MASKED_STAGES": tiles.masked_stages,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The last dim must be contiguous; other strides are taken as they are."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _has_descriptor(x: Tensor) -> bool:
+    """Whether the copy engine can read [1, H, N, D]: compute capability 9, everything on 16 bytes."""
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 9:
+        return False
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(x.stride(i) * size % 16 == 0 and x.stride(i) > 0 for i in (1, 2))
+
+
+def _descriptor(x: Tensor, rows: int, tma: bool) -> Any:
+    if not tma:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, strides = list(x.shape[1:]), [x.stride(1), x.stride(2), 1]
+    return TensorDescriptor(x, shape, strides, [1, rows, _padded(x.shape[3])])
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> _Call:
+    _, tokens, span, step = pieces[0, :4].tolist()
+    if tokens != q.shape[2]:
+        raise ValueError(f"tree_attention: the plan covers {tokens} tokens, q has {q.shape[2]}")
+    if 0 <= span <= window:
+        window = 0
+    tables = tree_tables(segments, segments_host, subtree_end, step)
+    return _Call(_dense(q), _dense(k), _dense(v), tables, column.contiguous(), scale, softcap, window)
+
+
+def triton_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend over a packed tree; arguments and results as in `tree_attention`.
+
+    Args:
+        q: [1, Hq, N, Dqk], bf16 or fp16 (fp32 is computed without tf32), head sizes at most 256.
+        k: [1, Hkv, N, Dqk].
+        v: [1, Hkv, N, Dv].
+        subtree_end: int32 [N].
+        column: int32 [N].
+        segments: int32 [S, 4].
+        segments_host: the same on the CPU.
+        pieces: int32 [P, 6] on the CPU, from `plan_pieces`; the first row alone is read.
+        sinks: [Hq] or None.
+        scale: factor on the logits, positive.
+        softcap: 0 for none.
+        window: in columns, 0 for none.
+        tiles: launch parameters; by default those of `tiles_for`.
+
+    Returns:
+        out [1, Hq, N, Dv] contiguous, in q's dtype; lse fp32 [1, Hq, N].
+
+    Raises:
+        ValueError: the plan is not one of this many tokens.
+
+    Notes:
+        FlashAttention-2 (Dao 2023): running softmax in fp32, base 2. Scratch memory is the block lists, kept per
+        tree. Results repeat bit for bit.
+    """
+    from treecompile.runtime.kernels.tree_attention import forward_kernel
+
+    out = torch.empty((1, q.shape[1], q.shape[2], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if q.numel() == 0 or v.shape[3] == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    call = _call(
+        q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window
+    )
+    q, k, v = call.q, call.k, call.v
+    tiles = tiles_for(q.shape[3], v.shape[3])[0] if tiles is None else tiles
+    sizes = call.sizes(tiles, k, v)
+    lists = query_lists(call.tables, sizes["TOKENS"], tiles.keys, call.window)
+    grid = (lists.order.shape[0], q.shape[1] // sizes["HEADS"])
+    forward_kernel[grid](
+        q, k, v, _descriptor(k, tiles.keys, sizes["TMA"]), _descriptor(v, tiles.keys, sizes["TMA"]),
+        out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
+        lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
+        call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
+        *call.logits(), call.window, SINKS=sinks is not None, **sizes,
+    )  # fmt: skip
+    return out, lse
+
+
+def triton_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_end: Tensor,
+    column: Tensor,
+    segments: Tensor,
+    segments_host: Tensor,
+    pieces: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    tiles: tuple[Tiles, Tiles] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of `triton_forward`.
+
+    Args:
+        grad: [1, Hq, N, Dv], gradient of out.
+        q, k, v, subtree_end, column, segments, segments_host, pieces, sinks, scale, softcap, window: as in the
+            forward.
+        out: [1, Hq, N, Dv], its output.
+        lse: fp32 [1, Hq, N], its log-sum-exp.
+        tiles: launch parameters of dQ and of dK/dV; by default those of `tiles_for`.
+
+    Returns:
+        dq, dk, dv like q, k, v (contiguous) and d_sinks [Hq] (an empty tensor without sinks).
+
+    Notes:
+        Two passes (FlashAttention-2, Dao 2023, algorithm 2, split): dQ by query block, dK and dV by key block;
+        each output is summed by one program in a fixed order, so results repeat bit for bit.
+    """
+    from treecompile.runtime.kernels.tree_attention import delta_kernel, dkv_kernel, dq_kernel
+
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if q.numel() == 0 or v.shape[3] == 0:
+        nothing = grad.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
+        return dq.zero_(), dk.zero_(), dv.zero_(), nothing
+    call = _call(
+        q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window
+    )
+    q, k, v, grad = call.q, call.k, call.v, _dense(grad)
+    tokens, v_size = call.tokens, v.shape[3]
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    delta_kernel[(-(-tokens // DELTA_ROWS), q.shape[1])](
+        grad, out, lse, delta, lse2, tokens, grad.stride(1), grad.stride(2),
+        V=v_size, V_PAD=_padded(v_size), ROWS=DELTA_ROWS,
+    )  # fmt: skip
+    strides = [x.stride(i) for x in (q, k, v, grad) for i in (1, 2)]
+    for_dq, for_dkv = tiles_for(q.shape[3], v_size)[1:] if tiles is None else tiles
+
+    sizes = call.sizes(for_dq, k, v)
+    by_query = query_lists(call.tables, sizes["TOKENS"], for_dq.keys, call.window)
+    dq_kernel[(by_query.order.shape[0], q.shape[1] // sizes["HEADS"])](
+        q, k, v, grad, _descriptor(k, for_dq.keys, sizes["TMA"]), _descriptor(v, for_dq.keys, sizes["TMA"]),
+        dq, lse2, delta, subtree_end, call.column,
+        by_query.order, by_query.run_offsets, by_query.runs, by_query.full_tiles, by_query.index_offsets,
+        by_query.index, tokens, *strides, *call.logits(), call.window, scale, **sizes,
+    )  # fmt: skip
+
+    sizes = call.sizes(for_dkv, q, grad)
+    by_key = key_lists(call.tables, for_dkv.keys, for_dkv.rows, sizes["TOKENS"], call.window)
+    dkv_kernel[(by_key.order.shape[0], k.shape[1])](
+        q, k, v, grad, _descriptor(q, for_dkv.rows, sizes["TMA"]), _descriptor(grad, for_dkv.rows, sizes["TMA"]),
+        dk, dv, lse2, delta, subtree_end, call.column, by_key.order, by_key.ranges, by_key.offsets, by_key.tiles,
+        tokens, *strides, *call.logits(), call.window, scale, **sizes,
+    )  # fmt: skip
+    return dq, dk, dv, _sinks_grad(delta, lse, sinks)
+
+
+def _sinks_grad(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """d_sink = -sum over queries of exp(sink - lse) * rowsum(grad * out); queries that see nothing give none."""
+    if sinks is None:
+        return delta.new_empty((0,))
+    blind = lse == float("-inf")
+    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(blind, 1e30))
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def without_tma(tiles: Tiles) -> Tiles:
+    """The same tiles, loaded by pointers."""
+    return replace(tiles, tma=False)
