@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["delta_kernel", "dkv_kernel", "dq_kernel", "forward_kernel"]
+__all__ = ["delta_kernel", "dkv_kernel", "dq_kernel", "forward_kernel", "share_sum_kernel"]
 
 # Each kernel's logits are base 2: scale carries log2(e). With a softcap, `scale` is 2 log2(e) scale / softcap, what
 # tanh wants, and `cap` is softcap log2(e).
@@ -76,10 +76,10 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
-    acc, top, total, s, v, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+def _softmax(  # type: ignore[no-untyped-def]
+    top, total, s, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
 ):
-    """One step of the running softmax."""
+    """One step of the running softmax: weights, the factor on what was summed before, new maximum and total."""
     if SOFTCAP:
         s = cap * _tanh(s * scale)
     if MASKED:
@@ -97,9 +97,7 @@ def _attend(  # type: ignore[no-untyped-def]
     else:
         p = tl.exp2(s * scale - shift[:, None])
     fade = tl.exp2(top - shift)
-    total = total * fade + tl.sum(p, 1)
-    acc = _add_dot(p.to(v.dtype), v, acc * fade[:, None])
-    return acc, new, total
+    return p, fade, new, total * fade + tl.sum(p, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -131,7 +129,7 @@ def _next_tile(start, left, run, runs, KEYS: tl.constexpr):  # type: ignore[no-u
     return start, left, run
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
 def forward_kernel(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -171,6 +169,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     TMA: tl.constexpr,
+    LATE: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):
     ROWS: tl.constexpr = HEADS * TOKENS
@@ -191,12 +190,31 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     run = tl.load(run_offsets + block)
     start = tl.load(runs + 2 * run)
     left = tl.load(runs + 2 * run + 1)
-    for _ in range(tl.load(full_tiles + block)):
-        ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
-        s = _dot(qs, ks.T)
-        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
-        acc, top, total = _attend(acc, top, total, s, vs, live, scale, cap, SOFTCAP, False)
-        start, left, run = _next_tile(start, left, run, runs, KEYS)
+    count = tl.load(full_tiles + block)
+    if LATE:
+        # Weights times values of one tile run while the softmax of the next one does: they are one tile late. The
+        # weights are carried in fp32: registers that a product in flight reads must not be the loop's own.
+        if count > 0:
+            ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
+            p, fade, top, total = _softmax(top, total, _dot(qs, ks.T), live, scale, cap, SOFTCAP, False)
+            for _ in range(count - 1):
+                late = start
+                start, left, run = _next_tile(start, left, run, runs, KEYS)
+                ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
+                s = _dot(qs, ks.T)
+                vs = _tile(v_descriptor, v, kv, late, tokens, v_token, V, V_PAD, KEYS, TMA)
+                acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
+                p, fade, top, total = _softmax(top, total, s, live, scale, cap, SOFTCAP, False)
+            vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+            acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
+    else:
+        for _ in range(count):
+            ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
+            s = _dot(qs, ks.T)
+            p, fade, top, total = _softmax(top, total, s, live, scale, cap, SOFTCAP, False)
+            vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+            acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
+            start, left, run = _next_tile(start, left, run, runs, KEYS)
 
     if WINDOW:
         at = tl.load(column + n, mask=live, other=0)
@@ -213,7 +231,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             key_at = tl.load(column + key, mask=real, other=0)
             visible = visible & (at[:, None] - key_at[None, :] < window)
         vs = _gather(v, key, real, v_token, V, V_PAD)
-        acc, top, total = _attend(acc, top, total, s, vs, visible, scale, cap, SOFTCAP, True)
+        p, fade, top, total = _softmax(top, total, s, visible, scale, cap, SOFTCAP, True)
+        acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
 
     blind = top == float("-inf")
     if SINKS:
@@ -232,7 +251,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(where, acc.to(out.dtype.element_ty), mask=live[:, None] & (feature < V)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def delta_kernel(  # type: ignore[no-untyped-def]
     grad,
     out,
@@ -258,7 +277,7 @@ def delta_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse2 + head * tokens + n, base2, mask=live)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
 def dq_kernel(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -361,20 +380,36 @@ def dq_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_step(  # type: ignore[no-untyped-def]
-    dk, dv, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+    dk,
+    dv,
+    ks,
+    vs,
+    qs,
+    d_out,
+    log_sum,
+    mean,
+    visible,
+    scale,
+    cap,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """One query tile's share of dK and dV. Scores are computed transposed: on Hopper, Triton up to 3.7.0
     miscompiles products with a transposed accumulator."""
     s = _dot(ks, qs.T)
+    if LATE:
+        dp = _dot(vs, d_out.T)
     p, slope = _weights(s, log_sum[None, :], visible, scale, cap, SOFTCAP, MASKED)
     dv = _add_dot(p.to(d_out.dtype), d_out, dv)
-    dp = _dot(vs, d_out.T)
+    if not LATE:
+        dp = _dot(vs, d_out.T)
     ds = p * (dp - mean[None, :]) * slope
     dk = _add_dot(ds.to(qs.dtype), qs, dk)
     return dk, dv
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
 def dkv_kernel(  # type: ignore[no-untyped-def]
     q,
     k,
@@ -384,11 +419,13 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
     grad_descriptor,
     dk,
     dv,
+    part_dk,
+    part_dv,
     lse2,
     delta,
     subtree_end,
     column,
-    order,
+    items,
     ranges,
     tile_offsets,
     tile_list,
@@ -416,12 +453,17 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
+    LATE: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):
     """Query tiles of ROWS consecutive tokens of one head where all pairs attend, masked ones of TOKENS tokens
     of HEADS heads elsewhere."""
     ROWS: tl.constexpr = HEADS * TOKENS
-    block = tl.load(order + tl.program_id(0))
+    item = items + 4 * tl.program_id(0)
+    block = tl.load(item)
+    share = tl.load(item + 1)
+    shares = tl.load(item + 2)
+    slot = tl.load(item + 3)
     kv = tl.program_id(1)
     key = block * KEYS + tl.arange(0, KEYS)
     real = key < tokens
@@ -437,7 +479,7 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(ranges + 3 * block + 1)
     high = tl.load(ranges + 3 * block + 2)
     after = full + count * ROWS
-    for i in range(count * GROUP):
+    for i in range(share * (count * GROUP) // shares, (share + 1) * (count * GROUP) // shares):
         which = i // count
         start = full + (i - which * count) * ROWS
         head = (kv * GROUP + which).to(tl.int64)
@@ -460,7 +502,7 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
         log_sum = tl.load(lse2 + at)
         mean = tl.load(delta + at)
         dk_acc, dv_acc = _key_step(
-            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False, LATE
         )
 
     if WINDOW:
@@ -471,7 +513,8 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
         first = tl.cdiv(full - low, TOKENS)
         tiles = first + tl.cdiv(high - after, TOKENS)
     row = tl.arange(0, ROWS)
-    for i in tl.range(tiles * (GROUP // HEADS), num_stages=MASKED_STAGES):
+    masked = tiles * (GROUP // HEADS)
+    for i in tl.range(share * masked // shares, (share + 1) * masked // shares, num_stages=MASKED_STAGES):
         part = i // tiles
         tile = i - part * tiles
         if WINDOW:
@@ -492,13 +535,47 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
             at = tl.load(column + n, mask=live, other=0)
             visible = visible & (at[None, :] - key_at[:, None] < window)
         dk_acc, dv_acc = _key_step(
-            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True, LATE
         )
 
-    kv_rows = (kv.to(tl.int64) * tokens + key)[:, None]
-    feature = tl.arange(0, QK_PAD)
-    mask = real[:, None] & (feature < QK)[None, :]
-    tl.store(dk + kv_rows * QK + feature[None, :], (dk_acc * factor).to(dk.dtype.element_ty), mask=mask)
-    feature = tl.arange(0, V_PAD)
-    mask = real[:, None] & (feature < V)[None, :]
-    tl.store(dv + kv_rows * V + feature[None, :], dv_acc.to(dv.dtype.element_ty), mask=mask)
+    dk_acc *= factor
+    at_k = tl.arange(0, QK_PAD)
+    at_v = tl.arange(0, V_PAD)
+    k_mask = real[:, None] & (at_k < QK)[None, :]
+    v_mask = real[:, None] & (at_v < V)[None, :]
+    if slot < 0:
+        rows = (kv.to(tl.int64) * tokens + key)[:, None]
+        tl.store(dk + rows * QK + at_k[None, :], dk_acc.to(dk.dtype.element_ty), mask=k_mask)
+        tl.store(dv + rows * V + at_v[None, :], dv_acc.to(dv.dtype.element_ty), mask=v_mask)
+    else:
+        rows = ((slot.to(tl.int64) * tl.num_programs(1) + kv) * KEYS + tl.arange(0, KEYS))[:, None]
+        tl.store(part_dk + rows * QK + at_k[None, :], dk_acc, mask=k_mask)
+        tl.store(part_dv + rows * V + at_v[None, :], dv_acc, mask=v_mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def share_sum_kernel(  # type: ignore[no-untyped-def]
+    parts,
+    out,
+    split,
+    tokens,
+    KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Add up the shares of key blocks whose queries were split, in order."""
+    row = split + 3 * tl.program_id(0)
+    block = tl.load(row)
+    slot = tl.load(row + 1)
+    shares = tl.load(row + 2)
+    kv = tl.program_id(1)
+    lane = tl.arange(0, KEYS)
+    key = block * KEYS + lane
+    feature = tl.arange(0, PAD)
+    mask = (key < tokens)[:, None] & (feature < SIZE)[None, :]
+    total = tl.zeros([KEYS, PAD], tl.float32)
+    for i in range(shares):
+        rows = (((slot + i).to(tl.int64) * tl.num_programs(1) + kv) * KEYS + lane)[:, None]
+        total += tl.load(parts + rows * SIZE + feature[None, :], mask=mask, other=0.0)
+    rows = (kv.to(tl.int64) * tokens + key)[:, None]
+    tl.store(out + rows * SIZE + feature[None, :], total.to(out.dtype.element_ty), mask=mask)

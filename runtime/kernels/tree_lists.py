@@ -26,7 +26,7 @@ def _first_below(subtree_end, low, high, bound):  # type: ignore[no-untyped-def]
     return low
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "blocks", "window"])  # type: ignore[untyped-decorator]
 def query_lists_kernel(  # type: ignore[no-untyped-def]
     segments,
     heavy,
@@ -113,7 +113,7 @@ def query_lists_kernel(  # type: ignore[no-untyped-def]
         tl.store(counts + 2 * blocks + block, (packed + KEYS - 1) // KEYS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
 def key_tiles_kernel(  # type: ignore[no-untyped-def]
     high,
     key_depth,

@@ -32,6 +32,9 @@ __all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "
 KEPT = 16
 STORE = 64
 WIDE = 128
+# A key block is computed in shares of at least SPAN queries where it has more than 1 / MOST_SHARES of all.
+SPAN = 8192
+MOST_SHARES = 256
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,22 @@ class QueryLists:
 
 @dataclass(frozen=True)
 class KeyLists:
-    """Queries by key block. All int32 on the device; B blocks.
+    """Queries by key block. All int32 on the device unless said; B blocks.
 
     Attributes:
-        order: [B], blocks by falling cost.
+        items: [I, 4], rows (block, share, shares, slot) by falling cost: a block with many queries is computed in
+            shares, whose sums go to slots and are added up in order. Slot -1: the block is one item.
+        split: [J, 3], rows (block, first slot, shares) of the blocks in shares.
+        slots: number of slots, on the host.
         ranges: [B, 3], rows (first query that all keys see, full tiles from there, end of the queries).
         offsets: [B + 1] into `tiles`, with a window only.
         tiles: query tiles, with a window only.
-        pairs: query-key pairs that are computed, on the device.
+        pairs: query-key pairs that are computed, int64 on the device.
     """
 
-    order: Tensor
+    items: Tensor
+    split: Tensor
+    slots: int
     ranges: Tensor
     offsets: Tensor
     tiles: Tensor
@@ -222,7 +230,7 @@ def key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int
         window: in columns, 0 for none.
 
     Returns:
-        The lists, made on first need; with a window the host reads their size.
+        The lists, made on first need; the host reads their size.
     """
     key = "key", keys, rows, tokens, window
     return _cached(tables, key, lambda: _key_lists(tables, keys, rows, tokens, window))
@@ -245,10 +253,30 @@ def _key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: in
     count = (every.clamp(max=tables.tokens) - behind).clamp(min=0) // rows
     full = torch.where(count > 0, behind, high)
     ranges = torch.stack([full, count, high], 1).contiguous()
-    masked = high - begin - count * rows
-    cost = masked + count * rows
-    computed = (count.long() * rows + -(-masked.long() // tokens) * tokens).sum() * keys
-    return KeyLists(_falling(cost), ranges, empty, empty, computed)
+    before = full - begin
+    after = high - full - count * rows
+    masked = -(-before // tokens) * tokens + -(-after // tokens) * tokens
+    cost = count * rows + masked
+    return KeyLists(*_shares(cost), ranges, empty, empty, cost.sum(dtype=torch.int64) * keys)
+
+
+def _shares(cost: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Cut blocks that cost more than a fair share: items, split blocks and the number of slots."""
+    fair = (cost.sum(dtype=torch.int64) // MOST_SHARES).clamp(min=SPAN)
+    shares = (-(-cost // fair)).clamp(min=1).int()
+    several = shares > 1
+    first = torch.where(several, shares, 0)
+    slot = _offsets(first)
+    items, blocks, slots = torch.stack([shares.sum(), several.sum(), slot[-1]]).tolist()
+    row = torch.arange(cost.shape[0], dtype=torch.int32, device=cost.device)
+    block = torch.repeat_interleave(row, shares, output_size=items)
+    part = torch.arange(items, dtype=torch.int32, device=cost.device) - _offsets(shares)[block]
+    slot_of = torch.where(several[block], slot[block] + part, -1)
+    order = _falling((cost / shares)[block])
+    table = torch.stack([block, part, shares[block], slot_of], 1).int()[order]
+    chosen = _falling(several.int())[:blocks]
+    split = torch.stack([chosen, slot[chosen], shares[chosen]], 1).int()
+    return table.contiguous(), split.contiguous(), slots
 
 
 def _windowed(tables: TreeTables, high: Tensor, keys: int, tokens: int, window: int) -> KeyLists:
@@ -272,4 +300,5 @@ def _windowed(tables: TreeTables, high: Tensor, keys: int, tokens: int, window: 
     tiles = torch.empty((int(offsets[-1]),), dtype=torch.int32, device=high.device)
     launch(True, offsets, tiles)
     ranges = torch.stack([high, torch.zeros_like(high), high], 1).contiguous()
-    return KeyLists(_falling(counts), ranges, offsets, tiles, counts.sum() * keys * tokens)
+    cost = counts * tokens
+    return KeyLists(*_shares(cost), ranges, offsets, tiles, cost.sum(dtype=torch.int64) * keys)

@@ -30,6 +30,7 @@ class Tiles:
         keys: keys of a tile.
         warps, stages: as Triton takes them; `masked_stages` for the loop over masked tiles.
         tma: load full tiles with the copy engine.
+        late: forward only: multiply weights and values one tile late, beside the next softmax.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class Tiles:
     stages: int
     masked_stages: int
     tma: bool = True
+    late: bool = True
 
 
 # By the padded head size: forward, dQ, dK/dV.
@@ -93,7 +95,7 @@ def why_not_triton(q: Tensor, v: Tensor, scale: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One call's inputs, ready for the kernels."""
 
     q: Tensor
@@ -122,6 +124,10 @@ class _Call:
         if self.softcap > 0:
             return 2 * LOG2E * self.scale / self.softcap, self.softcap * LOG2E
         return self.scale * LOG2E, 0.0
+
+    def strides(self, grad: Tensor) -> list[int]:
+        """Head and token strides of q, k, v and the output's gradient."""
+        return [x.stride(i) for x in (self.q, self.k, self.v, grad) for i in (1, 2)]
 
     def sizes(self, tiles: Tiles, *more: Tensor) -> dict[str, Any]:
         """Constants of a kernel."""
@@ -170,7 +176,7 @@ def _descriptor(x: Tensor, rows: int, tma: bool) -> Any:
     return TensorDescriptor(x, shape, strides, [1, rows, _padded(x.shape[3])])
 
 
-def _call(
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -182,14 +188,14 @@ def _call(
     scale: float,
     softcap: float,
     window: int,
-) -> _Call:
+) -> Call:
     _, tokens, span, step = pieces[0, :4].tolist()
     if tokens != q.shape[2]:
         raise ValueError(f"tree_attention: the plan covers {tokens} tokens, q has {q.shape[2]}")
     if 0 <= span <= window:
         window = 0
     tables = tree_tables(segments, segments_host, subtree_end, step)
-    return _Call(_dense(q), _dense(k), _dense(v), tables, column.contiguous(), scale, softcap, window)
+    return Call(_dense(q), _dense(k), _dense(v), tables, column.contiguous(), scale, softcap, window)
 
 
 def triton_forward(
@@ -240,7 +246,7 @@ def triton_forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0 or v.shape[3] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    call = _call(
+    call = prepare(
         q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window
     )
     q, k, v = call.q, call.k, call.v
@@ -253,7 +259,7 @@ def triton_forward(
         out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
         call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        *call.logits(), call.window, SINKS=sinks is not None, **sizes,
+        *call.logits(), call.window, SINKS=sinks is not None, LATE=tiles.late, **sizes,
     )  # fmt: skip
     return out, lse
 
@@ -293,42 +299,67 @@ def triton_backward(
         Two passes (FlashAttention-2, Dao 2023, algorithm 2, split): dQ by query block, dK and dV by key block;
         each output is summed by one program in a fixed order, so results repeat bit for bit.
     """
-    from treecompile.runtime.kernels.tree_attention import delta_kernel, dkv_kernel, dq_kernel
+    from treecompile.runtime.kernels.tree_attention import delta_kernel
 
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or v.shape[3] == 0:
         nothing = grad.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
         return dq.zero_(), dk.zero_(), dv.zero_(), nothing
-    call = _call(
+    call = prepare(
         q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window
     )
-    q, k, v, grad = call.q, call.k, call.v, _dense(grad)
-    tokens, v_size = call.tokens, v.shape[3]
+    grad = _dense(grad)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    delta_kernel[(-(-tokens // DELTA_ROWS), q.shape[1])](
-        grad, out, lse, delta, lse2, tokens, grad.stride(1), grad.stride(2),
-        V=v_size, V_PAD=_padded(v_size), ROWS=DELTA_ROWS,
+    delta_kernel[(-(-call.tokens // DELTA_ROWS), q.shape[1])](
+        grad, out, lse, delta, lse2, call.tokens, grad.stride(1), grad.stride(2),
+        V=v.shape[3], V_PAD=_padded(v.shape[3]), ROWS=DELTA_ROWS,
     )  # fmt: skip
-    strides = [x.stride(i) for x in (q, k, v, grad) for i in (1, 2)]
-    for_dq, for_dkv = tiles_for(q.shape[3], v_size)[1:] if tiles is None else tiles
-
-    sizes = call.sizes(for_dq, k, v)
-    by_query = query_lists(call.tables, sizes["TOKENS"], for_dq.keys, call.window)
-    dq_kernel[(by_query.order.shape[0], q.shape[1] // sizes["HEADS"])](
-        q, k, v, grad, _descriptor(k, for_dq.keys, sizes["TMA"]), _descriptor(v, for_dq.keys, sizes["TMA"]),
-        dq, lse2, delta, subtree_end, call.column,
-        by_query.order, by_query.run_offsets, by_query.runs, by_query.full_tiles, by_query.index_offsets,
-        by_query.index, tokens, *strides, *call.logits(), call.window, scale, **sizes,
-    )  # fmt: skip
-
-    sizes = call.sizes(for_dkv, q, grad)
-    by_key = key_lists(call.tables, for_dkv.keys, for_dkv.rows, sizes["TOKENS"], call.window)
-    dkv_kernel[(by_key.order.shape[0], k.shape[1])](
-        q, k, v, grad, _descriptor(q, for_dkv.rows, sizes["TMA"]), _descriptor(grad, for_dkv.rows, sizes["TMA"]),
-        dk, dv, lse2, delta, subtree_end, call.column, by_key.order, by_key.ranges, by_key.offsets, by_key.tiles,
-        tokens, *strides, *call.logits(), call.window, scale, **sizes,
-    )  # fmt: skip
+    for_dq, for_dkv = tiles_for(q.shape[3], v.shape[3])[1:] if tiles is None else tiles
+    query_gradient(call, grad, lse2, delta, for_dq, dq)
+    key_gradients(call, grad, lse2, delta, for_dkv, dk, dv)
     return dq, dk, dv, _sinks_grad(delta, lse, sinks)
+
+
+def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles: Tiles, dq: Tensor) -> None:
+    """Write dq: one program per query block and group of heads."""
+    from treecompile.runtime.kernels.tree_attention import dq_kernel
+
+    q, k, v = call.q, call.k, call.v
+    sizes = call.sizes(tiles, k, v)
+    lists = query_lists(call.tables, sizes["TOKENS"], tiles.keys, call.window)
+    dq_kernel[(lists.order.shape[0], q.shape[1] // sizes["HEADS"])](
+        q, k, v, grad, _descriptor(k, tiles.keys, sizes["TMA"]), _descriptor(v, tiles.keys, sizes["TMA"]),
+        dq, lse2, delta, call.tables.subtree_end, call.column,
+        lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
+        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
+    )  # fmt: skip
+
+
+def key_gradients(
+    call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles: Tiles, dk: Tensor, dv: Tensor
+) -> None:
+    """Write dk and dv: one program per item of key blocks and K/V head, which sums over the heads that share it."""
+    from treecompile.runtime.kernels.tree_attention import dkv_kernel, share_sum_kernel
+
+    q, k, v = call.q, call.k, call.v
+    sizes = call.sizes(tiles, q, grad)
+    lists = key_lists(call.tables, tiles.keys, tiles.rows, sizes["TOKENS"], call.window)
+    heads = k.shape[1]
+    shape = lists.slots, heads, tiles.keys
+    part_dk = torch.empty((*shape, k.shape[3]), dtype=torch.float32, device=q.device)
+    part_dv = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
+    dkv_kernel[(lists.items.shape[0], heads)](
+        q, k, v, grad, _descriptor(q, tiles.rows, sizes["TMA"]), _descriptor(grad, tiles.rows, sizes["TMA"]),
+        dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
+        lists.items, lists.ranges, lists.offsets, lists.tiles,
+        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, LATE=tiles.late, **sizes,
+    )  # fmt: skip
+    if lists.slots:
+        for parts, total in ((part_dk, dk), (part_dv, dv)):
+            share_sum_kernel[(lists.split.shape[0], heads)](
+                parts, total, lists.split, call.tokens,
+                KEYS=tiles.keys, SIZE=total.shape[3], PAD=_padded(total.shape[3]),
+            )  # fmt: skip
 
 
 def _sinks_grad(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
