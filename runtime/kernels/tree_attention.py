@@ -197,15 +197,19 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         if count > 0:
             ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
             p, fade, top, total = _softmax(top, total, _dot(qs, ks.T), live, scale, cap, SOFTCAP, False)
+            late = start
+            # Steps come one iteration early: a load that waits for a load of its own iteration is fetched late.
+            start, left, run = _next_tile(start, left, run, runs, KEYS)
             for _ in range(count - 1):
-                late = start
-                start, left, run = _next_tile(start, left, run, runs, KEYS)
                 ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
                 s = _dot(qs, ks.T)
                 vs = _tile(v_descriptor, v, kv, late, tokens, v_token, V, V_PAD, KEYS, TMA)
                 acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
                 p, fade, top, total = _softmax(top, total, s, live, scale, cap, SOFTCAP, False)
-            vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+                # The pipeliner gives up on loops that carry a carried value on: min makes it a new one.
+                late = tl.minimum(start, tokens)
+                start, left, run = _next_tile(start, left, run, runs, KEYS)
+            vs = _tile(v_descriptor, v, kv, late, tokens, v_token, V, V_PAD, KEYS, TMA)
             acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
     else:
         for _ in range(count):
