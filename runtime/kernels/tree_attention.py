@@ -59,17 +59,17 @@ def _tile(  # type: ignore[no-untyped-def]
     return _gather(base, rows, rows < tokens, stride, SIZE, PAD)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _dot(a, b):  # type: ignore[no-untyped-def]
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _add_dot(a, b, total):  # type: ignore[no-untyped-def]
     return tl.dot(a, b, total, input_precision="ieee")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
     """tanh(x / (2 log2(e))): never overflows to NaN, absolute error one rounding of 1."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x))
@@ -169,7 +169,6 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     TMA: tl.constexpr,
-    LATE: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):
     ROWS: tl.constexpr = HEADS * TOKENS
@@ -190,35 +189,15 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     run = tl.load(run_offsets + block)
     start = tl.load(runs + 2 * run)
     left = tl.load(runs + 2 * run + 1)
-    count = tl.load(full_tiles + block)
-    if LATE:
-        # Weights times values of one tile run while the softmax of the next one does: they are one tile late. The
-        # weights are carried in fp32: registers that a product in flight reads must not be the loop's own.
-        if count > 0:
-            ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
-            p, fade, top, total = _softmax(top, total, _dot(qs, ks.T), live, scale, cap, SOFTCAP, False)
-            late = start
-            # Steps come one iteration early: a load that waits for a load of its own iteration is fetched late.
-            start, left, run = _next_tile(start, left, run, runs, KEYS)
-            for _ in range(count - 1):
-                ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
-                s = _dot(qs, ks.T)
-                vs = _tile(v_descriptor, v, kv, late, tokens, v_token, V, V_PAD, KEYS, TMA)
-                acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
-                p, fade, top, total = _softmax(top, total, s, live, scale, cap, SOFTCAP, False)
-                # The pipeliner gives up on loops that carry a carried value on: min makes it a new one.
-                late = tl.minimum(start, tokens)
-                start, left, run = _next_tile(start, left, run, runs, KEYS)
-            vs = _tile(v_descriptor, v, kv, late, tokens, v_token, V, V_PAD, KEYS, TMA)
-            acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
-    else:
-        for _ in range(count):
-            ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
-            s = _dot(qs, ks.T)
-            p, fade, top, total = _softmax(top, total, s, live, scale, cap, SOFTCAP, False)
-            vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
-            acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
-            start, left, run = _next_tile(start, left, run, runs, KEYS)
+    for _ in range(tl.load(full_tiles + block)):
+        ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
+        s = _dot(qs, ks.T)
+        p, fade, top, total = _softmax(top, total, s, live, scale, cap, SOFTCAP, False)
+        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+        acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
+        # The next step is known one iteration early: a load that waits for one of its own iteration is not fetched
+        # ahead.
+        start, left, run = _next_tile(start, left, run, runs, KEYS)
 
     if WINDOW:
         at = tl.load(column + n, mask=live, other=0)
@@ -377,9 +356,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
 
     feature = tl.arange(0, QK_PAD)
     where = dq + (head * tokens + n)[:, None] * QK + feature[None, :]
-    tl.store(
-        where, (acc * factor).to(dq.dtype.element_ty), mask=live[:, None] & (feature < QK)[None, :]
-    )
+    tl.store(where, (acc * factor).to(dq.dtype.element_ty), mask=live[:, None] & (feature < QK)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -397,17 +374,16 @@ def _key_step(  # type: ignore[no-untyped-def]
     cap,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
-    LATE: tl.constexpr,
 ):
-    """One query tile's share of dK and dV. Scores are computed transposed: on Hopper, Triton up to 3.7.0
-    miscompiles products with a transposed accumulator."""
+    """One query tile's share of dK and dV.
+
+    Scores are computed transposed: on Hopper, Triton up to 3.7.0 miscompiles products with a transposed accumulator.
+    The second product comes before the softmax, so that dV's runs beside what follows it.
+    """
     s = _dot(ks, qs.T)
-    if LATE:
-        dp = _dot(vs, d_out.T)
+    dp = _dot(vs, d_out.T)
     p, slope = _weights(s, log_sum[None, :], visible, scale, cap, SOFTCAP, MASKED)
     dv = _add_dot(p.to(d_out.dtype), d_out, dv)
-    if not LATE:
-        dp = _dot(vs, d_out.T)
     ds = p * (dp - mean[None, :]) * slope
     dk = _add_dot(ds.to(qs.dtype), qs, dk)
     return dk, dv
@@ -457,7 +433,6 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
-    LATE: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):
     """Query tiles of ROWS consecutive tokens of one head where all pairs attend, masked ones of TOKENS tokens
@@ -506,7 +481,7 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
         log_sum = tl.load(lse2 + at)
         mean = tl.load(delta + at)
         dk_acc, dv_acc = _key_step(
-            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False, LATE
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False
         )
 
     if WINDOW:
@@ -539,7 +514,7 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
             at = tl.load(column + n, mask=live, other=0)
             visible = visible & (at[None, :] - key_at[:, None] < window)
         dk_acc, dv_acc = _key_step(
-            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True, LATE
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True
         )
 
     dk_acc *= factor

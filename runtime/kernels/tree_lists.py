@@ -11,7 +11,7 @@ import triton.language as tl
 __all__ = ["key_tiles_kernel", "query_lists_kernel"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _first_below(subtree_end, low, high, bound):  # type: ignore[no-untyped-def]
     """First token of [low, high) whose subtree ends before `bound`, or high: ends fall along a path."""
     if low < high:

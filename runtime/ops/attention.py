@@ -13,6 +13,8 @@ from torch import Tensor
 
 from treecompile.runtime.ops.attention_math import accumulation_dtype
 from treecompile.runtime.ops.attention_pieces import pieces_backward, pieces_forward
+from treecompile.runtime.ops.attention_router import route
+from treecompile.runtime.ops.attention_triton import triton_backward, triton_forward
 from treecompile.runtime.ops.registry import define, register_autocast
 
 __all__ = ["tree_attention", "tree_attention_backward"]
@@ -49,7 +51,7 @@ def _forward(
         segments: int32 [S, 4] on q's device, rows (start, end, parent row or -1, subtree end of start).
         segments_host: the same on the CPU.
         pieces: int32 [P, 6] on the CPU, from `plan_pieces`.
-        blocks: int32 [K] on q's device; may be empty, pieces do not read it.
+        blocks: int32 [K] on q's device; reserved, may be empty.
         sinks: [Hq], one extra logit per head without a value, or None.
         scale: factor on the logits.
         softcap: s becomes softcap * tanh(s / softcap); 0 for none.
@@ -75,10 +77,14 @@ def _forward(
         (torch.Size([1, 2, 4, 8]), torch.Size([1, 2, 4]))
 
     Notes:
-        Runs `pieces_forward`; `tree_attention_reference` is the specification. Under autocast q, k and v are
-        cast to the ambient dtype, as for PyTorch's attention.
+        Runs `triton_forward` or `pieces_forward`, as `route` chooses; `tree_attention_reference` is the
+        specification. Under autocast q, k and v are cast to the ambient dtype, as for PyTorch's attention.
     """
     _check(q, k, v)
+    if route("forward", q, v, scale).executor == "triton":
+        return triton_forward(
+            q, k, v, subtree_end, column, segments, segments_host, pieces, sinks, scale, softcap, window
+        )
     return pieces_forward(q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window)
 
 
@@ -114,7 +120,15 @@ def _backward(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and d_sinks (empty without sinks) of `tree_attention`; see `pieces_backward`."""
+    """Return dq, dk, dv and d_sinks (empty without sinks) of `tree_attention`.
+
+    See `triton_backward` and `pieces_backward`: either takes what either forward gave.
+    """
+    if route("backward", q, v, scale).executor == "triton":
+        return triton_backward(
+            grad, q, k, v, out, lse,
+            subtree_end, column, segments, segments_host, pieces, sinks, scale, softcap, window,
+        )  # fmt: skip
     return pieces_backward(
         grad, q, k, v, out, lse, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window
     )

@@ -181,13 +181,11 @@ def query_lists(tables: TreeTables, tokens: int, keys: int, window: int) -> Quer
     Returns:
         The lists, made on first need: two launches, and one read of their size by the host.
     """
-    return _cached(tables, ("query", tokens, keys, window), lambda: _query_lists(tables, tokens, keys, window))
-
-
-def _cached(tables: TreeTables, key: Any, make: Any) -> Any:
+    key = "query", tokens, keys, window
     if key not in tables.cache:
-        tables.cache[key] = make()
-    return tables.cache[key]
+        tables.cache[key] = _query_lists(tables, tokens, keys, window)
+    made: QueryLists = tables.cache[key]
+    return made
 
 
 def _query_lists(tables: TreeTables, tokens: int, keys: int, window: int) -> QueryLists:
@@ -213,10 +211,17 @@ def _query_lists(tables: TreeTables, tokens: int, keys: int, window: int) -> Que
     index_offsets = offsets[2] * keys
     launch(True, offsets[0], run_list, index_offsets, index)
     order = _falling(counts[1] + counts[2])
+    _settle(order)
     full = counts[1].contiguous()
     return QueryLists(
         order, offsets[0].contiguous(), run_list, full, index_offsets, index, int(offsets[1, -1]) + masked
     )
+
+
+def _settle(made: Tensor) -> None:
+    """Lists outlive the stream that made them: wait once, and any stream may read them."""
+    if made.is_cuda:
+        torch.cuda.current_stream(made.device).synchronize()
 
 
 def key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int) -> KeyLists:
@@ -226,14 +231,17 @@ def key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int
         tables: the tree.
         keys: tokens of a key block.
         rows: tokens of a full query tile.
-        tokens: tokens of a masked query tile, which divides `keys`.
+        tokens: tokens of a masked query tile.
         window: in columns, 0 for none.
 
     Returns:
         The lists, made on first need; the host reads their size.
     """
     key = "key", keys, rows, tokens, window
-    return _cached(tables, key, lambda: _key_lists(tables, keys, rows, tokens, window))
+    if key not in tables.cache:
+        tables.cache[key] = _key_lists(tables, keys, rows, tokens, window)
+    made: KeyLists = tables.cache[key]
+    return made
 
 
 def _blocked(x: Tensor, size: int, fill: int) -> Tensor:
@@ -276,6 +284,7 @@ def _shares(cost: Tensor) -> tuple[Tensor, Tensor, int]:
     table = torch.stack([block, part, shares[block], slot_of], 1).int()[order]
     chosen = _falling(several.int())[:blocks]
     split = torch.stack([chosen, slot[chosen], shares[chosen]], 1).int()
+    _settle(table)
     return table.contiguous(), split.contiguous(), slots
 
 

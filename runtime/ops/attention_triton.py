@@ -7,15 +7,21 @@ Algorithm: FlashAttention-2 (Dao 2023), forward and two-pass backward, over the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treecompile.runtime.ops.attention_lists import TreeTables, key_lists, query_lists, tree_tables
+from treecompile.runtime.ops.attention_lists import (
+    QueryLists,
+    TreeTables,
+    key_lists,
+    query_lists,
+    tree_tables,
+)
 
-__all__ = ["Tiles", "tiles_for", "triton_backward", "triton_forward", "why_not_triton"]
+__all__ = ["Choice", "Tiles", "choice_for", "triton_backward", "triton_forward"]
 
 LOG2E = math.log2(math.e)
 DELTA_ROWS = 64
@@ -29,8 +35,6 @@ class Tiles:
         rows: query rows (tokens times heads) of a tile.
         keys: keys of a tile.
         warps, stages: as Triton takes them; `masked_stages` for the loop over masked tiles.
-        tma: load full tiles with the copy engine.
-        late: forward only: multiply weights and values one tile late, beside the next softmax.
     """
 
     rows: int
@@ -38,60 +42,66 @@ class Tiles:
     warps: int
     stages: int
     masked_stages: int
-    tma: bool = True
-    late: bool = True
 
 
-# By the padded head size: forward, dQ, dK/dV.
-_TILES: dict[int, tuple[Tiles, Tiles, Tiles]] = {
-    64: (Tiles(128, 128, 8, 3, 2), Tiles(128, 64, 8, 3, 2), Tiles(64, 128, 8, 3, 2)),
-    128: (Tiles(128, 128, 8, 2, 1), Tiles(128, 64, 8, 2, 1), Tiles(64, 128, 8, 2, 1)),
-    256: (Tiles(128, 64, 8, 2, 1), Tiles(64, 64, 8, 2, 1), Tiles(32, 64, 8, 2, 1)),
-}
+@dataclass(frozen=True)
+class Choice:
+    """Launch parameters of one class of shapes.
+
+    Attributes:
+        forward, dq, dkv: of the three kernels.
+        short_forward, short_dq: the same where a query meets fewer than `SHORT` keys on average.
+    """
+
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles
+    short_forward: Tiles
+    short_dq: Tiles
 
 
-def tiles_for(qk_size: int, v_size: int) -> tuple[Tiles, Tiles, Tiles]:
-    """Return the launch parameters of forward, dQ and dK/dV for a pair of head sizes.
+# Chosen on an H200 (examples/bench/tree_attention.py --sweep): three stages hide the copy engine's latency; tiles of
+# 64 rows and four warps fit twice on a multiprocessor and overlap there, of 128 rows read half as much of K and V.
+_SMALL = Tiles(64, 64, 4, 3, 1)
+_CHOICES: dict[tuple[int, int], Choice] = {
+    (64, 64): Choice(Tiles(64, 128, 4, 3, 1), _SMALL, _SMALL, _SMALL, _SMALL),
+    (128, 128): Choice(
+        Tiles(128, 128, 8, 3, 1), Tiles(128, 64, 8, 3, 2), Tiles(64, 64, 4, 2, 1), _SMALL, Tiles(64, 64, 4, 2, 1)
+    ),
+    (256, 128): Choice(
+        Tiles(128, 64, 8, 2, 1), Tiles(64, 32, 4, 2, 1), Tiles(32, 64, 4, 2, 1),
+        Tiles(128, 64, 8, 2, 1), Tiles(64, 32, 4, 2, 1),
+    ),
+    (256, 256): Choice(
+        Tiles(128, 64, 8, 2, 1), Tiles(64, 64, 4, 2, 1), Tiles(64, 64, 8, 2, 1),
+        Tiles(128, 64, 8, 2, 1), Tiles(64, 64, 4, 2, 1),
+    ),
+}  # fmt: skip
+SHORT = 3072
+# Devices with less shared memory than Hopper's take small tiles, never tuned.
+_LARGE = 232_448
+_MODEST = Choice(*(Tiles(32, 32, 4, 1, 1),) * 5)
+
+
+def choice_for(qk_size: int, v_size: int, shared_memory: int = _LARGE) -> Choice:
+    """Return the launch parameters for a pair of head sizes: one choice per class of shapes, whatever N.
 
     Args:
         qk_size: Dqk, at most 256.
         v_size: Dv, at most 256.
+        shared_memory: bytes that a block may use on the device.
 
     Returns:
-        Tiles of the three kernels: one choice per class of shapes, whatever N.
+        The parameters of the three kernels.
 
     Example:
-        >>> tiles_for(96, 64)[0].keys
+        >>> choice_for(96, 64).forward.keys
         128
     """
-    size = max(64, _padded(qk_size), _padded(v_size))
-    return _TILES[size]
-
-
-def why_not_triton(q: Tensor, v: Tensor, scale: float) -> str:
-    """Say why the kernels cannot run these inputs, or "".
-
-    Args:
-        q: [1, Hq, N, Dqk].
-        v: [1, Hkv, N, Dv].
-        scale: factor on the logits.
-
-    Returns:
-        The reason, for reports.
-
-    Example:
-        >>> why_not_triton(torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 2, 64), 1.0)
-        'not on a CUDA device'
-    """
-    if not q.is_cuda:
-        return "not on a CUDA device"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"{q.dtype} has no matrix units of full precision"
-    if max(q.shape[3], v.shape[3]) > 256:
-        return f"head sizes {q.shape[3]} / {v.shape[3]} are over 256"
-    if scale <= 0:
-        return "the scale is not positive"
-    return ""
+    need = _padded(qk_size), _padded(v_size)
+    if shared_memory < _LARGE:
+        return _MODEST
+    return next(_CHOICES[size] for size in sorted(_CHOICES) if size[0] >= need[0] and size[1] >= need[1])
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,15 @@ class Call:
             return 2 * LOG2E * self.scale / self.softcap, self.softcap * LOG2E
         return self.scale * LOG2E, 0.0
 
+    def lists(self, tiles: Tiles) -> QueryLists:
+        """Key lists of the query blocks."""
+        return query_lists(self.tables, tiles.rows // self.heads(tiles.rows), tiles.keys, self.window)
+
+    def shorter(self, tiles: Tiles, short: Tiles) -> Tiles:
+        """`tiles`, or `short` where a query meets few keys."""
+        met = self.lists(short).tiles * short.keys * (short.rows // self.heads(short.rows))
+        return short if met < SHORT * self.tokens else tiles
+
     def strides(self, grad: Tensor) -> list[int]:
         """Head and token strides of q, k, v and the output's gradient."""
         return [x.stride(i) for x in (self.q, self.k, self.v, grad) for i in (1, 2)]
@@ -143,11 +162,18 @@ class Call:
             "V_PAD": _padded(self.v.shape[3]),
             "SOFTCAP": self.softcap > 0,
             "WINDOW": self.window > 0,
-            "TMA": tiles.tma and all(_has_descriptor(x) for x in more),
+            "TMA": all(_has_descriptor(x) for x in more),
             "MASKED_STAGES": tiles.masked_stages,
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
         }
+
+
+def _shared_memory(x: Tensor) -> int:
+    if not x.is_cuda:
+        return _LARGE
+    found: int = getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 0)
+    return found
 
 
 def _padded(size: int) -> int:
@@ -189,6 +215,7 @@ def prepare(
     softcap: float,
     window: int,
 ) -> Call:
+    """Check the plan, drop a window that nothing reaches, and find the tree's tables."""
     _, tokens, span, step = pieces[0, :4].tolist()
     if tokens != q.shape[2]:
         raise ValueError(f"tree_attention: the plan covers {tokens} tokens, q has {q.shape[2]}")
@@ -228,7 +255,7 @@ def triton_forward(
         scale: factor on the logits, positive.
         softcap: 0 for none.
         window: in columns, 0 for none.
-        tiles: launch parameters; by default those of `tiles_for`.
+        tiles: launch parameters; by default those of `choice_for`.
 
     Returns:
         out [1, Hq, N, Dv] contiguous, in q's dtype; lse fp32 [1, Hq, N].
@@ -246,20 +273,20 @@ def triton_forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if q.numel() == 0 or v.shape[3] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    call = prepare(
-        q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window
-    )
+    call = prepare(q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window)
     q, k, v = call.q, call.k, call.v
-    tiles = tiles_for(q.shape[3], v.shape[3])[0] if tiles is None else tiles
+    if tiles is None:
+        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q))
+        tiles = call.shorter(choice.forward, choice.short_forward)
     sizes = call.sizes(tiles, k, v)
-    lists = query_lists(call.tables, sizes["TOKENS"], tiles.keys, call.window)
+    lists = call.lists(tiles)
     grid = (lists.order.shape[0], q.shape[1] // sizes["HEADS"])
     forward_kernel[grid](
         q, k, v, _descriptor(k, tiles.keys, sizes["TMA"]), _descriptor(v, tiles.keys, sizes["TMA"]),
         out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
         call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        *call.logits(), call.window, SINKS=sinks is not None, LATE=tiles.late, **sizes,
+        *call.logits(), call.window, SINKS=sinks is not None, **sizes,
     )  # fmt: skip
     return out, lse
 
@@ -290,7 +317,7 @@ def triton_backward(
             forward.
         out: [1, Hq, N, Dv], its output.
         lse: fp32 [1, Hq, N], its log-sum-exp.
-        tiles: launch parameters of dQ and of dK/dV; by default those of `tiles_for`.
+        tiles: launch parameters of dQ and of dK/dV; by default those of `choice_for`.
 
     Returns:
         dq, dk, dv like q, k, v (contiguous) and d_sinks [Hq] (an empty tensor without sinks).
@@ -305,16 +332,17 @@ def triton_backward(
     if q.numel() == 0 or v.shape[3] == 0:
         nothing = grad.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
         return dq.zero_(), dk.zero_(), dv.zero_(), nothing
-    call = prepare(
-        q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window
-    )
+    call = prepare(q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window)
     grad = _dense(grad)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     delta_kernel[(-(-call.tokens // DELTA_ROWS), q.shape[1])](
         grad, out, lse, delta, lse2, call.tokens, grad.stride(1), grad.stride(2),
         V=v.shape[3], V_PAD=_padded(v.shape[3]), ROWS=DELTA_ROWS,
     )  # fmt: skip
-    for_dq, for_dkv = tiles_for(q.shape[3], v.shape[3])[1:] if tiles is None else tiles
+    if tiles is None:
+        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q))
+        tiles = call.shorter(choice.dq, choice.short_dq), choice.dkv
+    for_dq, for_dkv = tiles
     query_gradient(call, grad, lse2, delta, for_dq, dq)
     key_gradients(call, grad, lse2, delta, for_dkv, dk, dv)
     return dq, dk, dv, _sinks_grad(delta, lse, sinks)
@@ -326,7 +354,7 @@ def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles:
 
     q, k, v = call.q, call.k, call.v
     sizes = call.sizes(tiles, k, v)
-    lists = query_lists(call.tables, sizes["TOKENS"], tiles.keys, call.window)
+    lists = call.lists(tiles)
     dq_kernel[(lists.order.shape[0], q.shape[1] // sizes["HEADS"])](
         q, k, v, grad, _descriptor(k, tiles.keys, sizes["TMA"]), _descriptor(v, tiles.keys, sizes["TMA"]),
         dq, lse2, delta, call.tables.subtree_end, call.column,
@@ -352,7 +380,7 @@ def key_gradients(
         q, k, v, grad, _descriptor(q, tiles.rows, sizes["TMA"]), _descriptor(grad, tiles.rows, sizes["TMA"]),
         dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
         lists.items, lists.ranges, lists.offsets, lists.tiles,
-        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, LATE=tiles.late, **sizes,
+        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
     )  # fmt: skip
     if lists.slots:
         for parts, total in ((part_dk, dk), (part_dv, dv)):
@@ -369,8 +397,3 @@ def _sinks_grad(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     blind = lse == float("-inf")
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(blind, 1e30))
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def without_tma(tiles: Tiles) -> Tiles:
-    """The same tiles, loaded by pointers."""
-    return replace(tiles, tma=False)
