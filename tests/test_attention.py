@@ -28,6 +28,7 @@ from treecompile.runtime.ops import (
     attention_launch,
     attention_pieces,
     attention_plan,
+    attention_router,
     count_pieces,
     plan_pieces,
     tree_attention,
@@ -739,7 +740,8 @@ def test_cuda_pieces(name: str, dtype: torch.dtype, shape: Shape) -> None:
     tensors = packed(TREES[name](0)).to("cuda")
     q, k, v, sinks = shape.inputs(tensors.tokens, dtype, device="cuda")
     grad = torch.randn(1, shape.heads * shape.group, tensors.tokens, shape.v_size).to("cuda", dtype)
-    found = gradients(by_pieces(tensors, shape), (q, k, v, sinks), grad)
+    with attention_router.force("pieces", "pieces"):
+        found = gradients(by_pieces(tensors, shape), (q, k, v, sinks), grad)
     double = tuple(None if x is None else x.double() for x in (q, k, v, sinks))
     exact = gradients(by_reference(tensors, shape), double, grad)
     bound = {torch.float32: 5e-5, torch.float64: 1e-11}.get(dtype, 2 * torch.finfo(dtype).eps)
