@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.cache import TreeCache as ContentCache
-from treecompile.runtime.ops import plan_pieces
+from treecompile.runtime.ops import plan_header, plan_pieces
 from treecompile.runtime.tree import RolloutTree
 
 __all__ = ["PackedBatch", "RegionTensors", "TreeCache", "TreeTensors"]
@@ -28,7 +28,8 @@ class TreeTensors:
     Attributes:
         subtree_end: int32 [N]; column: int32 [N].
         segments, segments_host: int32 [S, 4] on the device and on the host.
-        pieces: int32 [P, 6] on the host, the plan of the pieces executor.
+        pieces: int32 [P, 6] on the host, the plan of the pieces executor: its first row alone on CUDA, where the
+            Triton executor is the rule.
         blocks: int32 [0] on the device, reserved for block lists.
     """
 
@@ -82,12 +83,13 @@ class PackedBatch:
     def tensors(self) -> TreeTensors:
         segments = np.ascontiguousarray(self.tree.segments, np.int32)
         host = torch.from_numpy(segments)
+        plan = plan_header if self.device.type == "cuda" else plan_pieces
         return TreeTensors(
             self.tree.tensor("subtree_end", self.device, torch.int32),
             self.tree.tensor("column", self.device, torch.int32),
             host.to(self.device),
             host,
-            torch.from_numpy(plan_pieces(segments, self.tree.column)),
+            torch.from_numpy(plan(segments, self.tree.column)),
             torch.zeros(0, dtype=torch.int32, device=self.device),
         )
 

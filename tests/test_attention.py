@@ -30,6 +30,7 @@ from treecompile.runtime.ops import (
     attention_plan,
     attention_router,
     count_pieces,
+    plan_header,
     plan_pieces,
     tree_attention,
     tree_attention_backward,
@@ -467,6 +468,18 @@ def test_plan_of_recorded_rollouts() -> None:
     sampled = [row["input_ids"] for row in shared_rollouts.synthetic("treepo") if row["group"] == "0"]
     count = assert_bounds(RolloutTree.from_rows(sampled), 1.01)
     assert count.causal + count.full <= 40
+
+
+def test_a_plan_by_its_first_row() -> None:
+    """Pieces that run although they were not planned for give the same launches."""
+    for name in ("agent", "comb"):
+        tree = TREES[name](0)
+        segments, column = np.asarray(tree.segments, np.int32), np.asarray(tree.column)
+        plan, header = plan_pieces(segments, column), plan_header(segments, column)
+        assert header.tolist() == plan[:1].tolist()
+        for window in (0, 40):
+            request = Request(window, False, 1 << 20)
+            assert str(launch_of(plan, segments, request)) == str(launch_of(header, segments, request))
 
 
 def test_plan_refuses_what_is_no_segment_table() -> None:

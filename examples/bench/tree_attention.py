@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from treecompile.runtime.ops import attention_lists as al
 from treecompile.runtime.ops import attention_triton as at
-from treecompile.runtime.ops import plan_pieces
+from treecompile.runtime.ops import plan_header
 from treecompile.runtime.ops.attention_triton import Tiles
 from treecompile.runtime.tree import RolloutTree
 
@@ -149,9 +149,7 @@ def workload(name: str, table: Table, options: argparse.Namespace) -> Workload:
     tokens = int(table[:, 1].max())
     end = np.repeat(table[:, 3], length).astype(np.int32)
     depth = (np.arange(tokens) - np.bincount(end, minlength=tokens + 1)[:tokens].cumsum()).astype(np.int32)
-    # The kernels read the plan's first row alone, and a plan of many segments takes seconds.
-    head = np.array([[0, tokens, int(depth.max()) + 1, 1, 64, 0]], np.int32)
-    pieces = torch.from_numpy(plan_pieces(table, depth) if len(table) < 1000 else head)
+    pieces = torch.from_numpy(plan_header(table, depth))
     host = torch.from_numpy(table)
     tensors = torch.from_numpy(end).cuda(), torch.from_numpy(depth).cuda(), host.cuda(), host, pieces
 

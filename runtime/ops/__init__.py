@@ -2,7 +2,7 @@
 
 from treecompile.runtime.ops.attention import tree_attention, tree_attention_backward
 from treecompile.runtime.ops.attention_math import tree_attention_reference
-from treecompile.runtime.ops.attention_plan import PieceCount, count_pieces, plan_pieces
+from treecompile.runtime.ops.attention_plan import PieceCount, count_pieces, plan_header, plan_pieces
 from treecompile.runtime.ops.expand import (
     expand,
     expand_backward,
@@ -19,6 +19,7 @@ __all__ = [
     "expand_backward",
     "gather_expand",
     "gather_expand_backward",
+    "plan_header",
     "plan_pieces",
     "take",
     "take_backward",

@@ -50,7 +50,7 @@ def _forward(
         column: int32 [N], grid columns; a window compares them.
         segments: int32 [S, 4] on q's device, rows (start, end, parent row or -1, subtree end of start).
         segments_host: the same on the CPU.
-        pieces: int32 [P, 6] on the CPU, from `plan_pieces`.
+        pieces: int32 [P, 6] on the CPU, from `plan_pieces`, or its first row, from `plan_header`.
         blocks: int32 [K] on q's device; reserved, may be empty.
         sinks: [Hq], one extra logit per head without a value, or None.
         scale: factor on the logits.

@@ -19,6 +19,7 @@ from treecompile.runtime.ops.attention_plan import (
     STEP_ANY,
     STEP_ONE,
     TILE,
+    plan_pieces,
     segment_depths,
 )
 
@@ -131,7 +132,7 @@ def launch_of(pieces: npt.NDArray[np.int32], segments: npt.NDArray[np.int32], re
     """Return the launches of a plan, from the cache where the same content was asked for before.
 
     Args:
-        pieces: int32 [P, 6] from `plan_pieces`.
+        pieces: int32 [P, 6] from `plan_pieces`, or its first row alone, from `plan_header`.
         segments: int32 [S, 4] of the same tree.
         request: window and bounds.
 
@@ -151,7 +152,8 @@ def _cached_launch(pieces: bytes, segments: bytes, request: Request) -> Launch:
     if not len(rows) or rows[0, 0] != INFO:
         raise ValueError("tree_attention: pieces must come from plan_pieces")
     tokens, span, step, tile = (int(x) for x in rows[0, 1:5])
-    work = rows[1:]
+    # Where other executors are the rule, only the first row is planned beforehand.
+    work = rows[1:] if len(rows) > 1 or not tokens else plan_pieces(table, tile=tile)[1:].astype(np.int64)
     if request.window and not 0 <= span <= request.window:
         work = _cut_window(work, _token_depths(table, tokens), request.window, step)
     if request.bounded:

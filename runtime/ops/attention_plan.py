@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CAUSAL", "FULL", "INFO", "TILE", "PieceCount", "count_pieces", "plan_pieces"]
+__all__ = ["CAUSAL", "FULL", "INFO", "TILE", "PieceCount", "count_pieces", "plan_header", "plan_pieces"]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -63,17 +63,41 @@ def plan_pieces(segments: npt.ArrayLike, column: npt.ArrayLike | None = None, *,
         O(S log S) time on the host. At most ``(2 + log2 N) N / tile`` rows apart from tiles; the pairs that
         are computed in vain are at most a constant times ``N tile log2 N``.
     """
+    header = plan_header(segments, column, tile=tile)
+    table = np.asarray(segments, np.int64).reshape(-1, 4)
+    tokens = int(header[0, 1])
+    if not tokens:
+        return header
+    part = _Planner(table, tokens, tile).plan()
+    rows = sorted(part.diagonal, key=lambda row: row[1]) + part.rest
+    return np.concatenate([header, np.array(rows, np.int32).reshape(-1, 6)])
+
+
+def plan_header(segments: npt.ArrayLike, column: npt.ArrayLike | None = None, *, tile: int = 64) -> IntArray:
+    """Return the first row of a plan alone: where pieces are the exception, they are planned when they run.
+
+    Args:
+        segments: int [S, 4] as for `plan_pieces`.
+        column: int [N] or None, as there.
+        tile: as there.
+
+    Returns:
+        int32 [1, 6], the INFO row.
+
+    Raises:
+        ValueError: rows are not ordered by start, or `tile` is not positive.
+
+    Example:
+        >>> plan_header([[0, 500, -1, 500]], range(500)).tolist()
+        [[0, 500, 500, 1, 64, 0]]
+    """
     table = np.asarray(segments, np.int64).reshape(-1, 4)
     if tile < 1:
         raise ValueError(f"plan_pieces: tile must be positive, got {tile}")
     if len(table) > 1 and not (np.diff(table[:, 0]) > 0).all():
         raise ValueError("plan_pieces: segments must be ordered by start")
     tokens = int(table[:, 1].max()) if len(table) else 0
-    rows = [_info(table, tokens, column, tile)]
-    if tokens:
-        part = _Planner(table, tokens, tile).plan()
-        rows += sorted(part.diagonal, key=lambda row: row[1]) + part.rest
-    return np.array(rows, np.int32).reshape(-1, 6)
+    return np.array([_info(table, tokens, column, tile)], np.int32)
 
 
 def _info(table: npt.NDArray[np.int64], tokens: int, column: npt.ArrayLike | None, tile: int) -> Row:

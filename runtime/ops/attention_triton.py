@@ -250,7 +250,7 @@ def triton_forward(
         column: int32 [N].
         segments: int32 [S, 4].
         segments_host: the same on the CPU.
-        pieces: int32 [P, 6] on the CPU, from `plan_pieces`; the first row alone is read.
+        pieces: int32 [P, 6] on the CPU, from `plan_pieces` or `plan_header`; the first row alone is read.
         sinks: [Hq] or None.
         scale: factor on the logits, positive.
         softcap: 0 for none.
