@@ -29,6 +29,8 @@ from treecompile.runtime.ops.attention_triton import Tiles
 from treecompile.runtime.tree import RolloutTree
 
 Rows = list[list[int]]
+# Cycles, about a millisecond.
+SLEEP = 2_000_000
 Table = npt.NDArray[np.int32]
 
 
@@ -279,13 +281,18 @@ EXECUTORS: dict[str, Callable[[Workload], Timed]] = {"ours": ours, "flex": flex,
 
 
 def times(function: Callable[[], Any], milliseconds: float) -> list[float]:
-    """Sorted times of single calls in ms, by events, after a warm-up."""
+    """Sorted times of single calls in ms, by events, after a warm-up.
+
+    The device sleeps before each call, so that the host's share of a launch is not in the times.
+    """
     event: Any = torch.cuda.Event
+    sleep: Any = torch.cuda._sleep
     function()
     torch.cuda.synchronize()
     found: list[float] = []
     while len(found) < 5 or (sum(found) < milliseconds and len(found) < 200):
         begin, end = (event(enable_timing=True) for _ in range(2))
+        sleep(SLEEP)
         begin.record()
         function()
         end.record()

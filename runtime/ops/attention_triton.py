@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -169,10 +170,11 @@ class Call:
         }
 
 
-def _shared_memory(x: Tensor) -> int:
-    if not x.is_cuda:
+@lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
         return _LARGE
-    found: int = getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 0)
+    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return found
 
 
@@ -185,9 +187,14 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@lru_cache(maxsize=64)
+def _has_copy_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def _has_descriptor(x: Tensor) -> bool:
     """Whether the copy engine can read [1, H, N, D]: compute capability 9, everything on 16 bytes."""
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 9:
+    if not _has_copy_engine(x.device):
         return False
     size = x.element_size()
     return x.data_ptr() % 16 == 0 and all(x.stride(i) * size % 16 == 0 and x.stride(i) > 0 for i in (1, 2))
@@ -276,7 +283,7 @@ def triton_forward(
     call = prepare(q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window)
     q, k, v = call.q, call.k, call.v
     if tiles is None:
-        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q))
+        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q.device))
         tiles = call.shorter(choice.forward, choice.short_forward)
     sizes = call.sizes(tiles, k, v)
     lists = call.lists(tiles)
@@ -340,7 +347,7 @@ def triton_backward(
         V=v.shape[3], V_PAD=_padded(v.shape[3]), ROWS=DELTA_ROWS,
     )  # fmt: skip
     if tiles is None:
-        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q))
+        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q.device))
         tiles = call.shorter(choice.dq, choice.short_dq), choice.dkv
     for_dq, for_dkv = tiles
     query_gradient(call, grad, lse2, delta, for_dq, dq)
