@@ -1,7 +1,7 @@
 """Which executor computes a tree attention: the Triton kernels or pieces, forward and backward each.
 
-The Triton kernels run wherever they can: on every tree measured they beat pieces on vendor kernels. Both follow the
-same contract, so a forward of one may precede a backward of the other.
+The Triton kernels run wherever they can. Both executors follow one contract, so a forward of one may precede a backward
+of the other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def route(direction: str, q: Tensor, v: Tensor, scale: float) -> Route:
         found = Route("pieces", {"triton": missing})
     else:
         found = Route(
-            "triton", {"pieces": "triton was asked for" if asked else "slower wherever triton runs"}
+            "triton", {"pieces": "triton was asked for" if asked else "triton runs wherever it can"}
         )
     _last[direction] = found
     return found
