@@ -3,7 +3,8 @@
 A padded position may be dropped from the tree only where nothing reads what the captured graph would have computed
 there. This pass walks the dense tail from each value that leaves the packed graph and writes, as a boolean grid value,
 the positions that are read: a product with a loss mask reads where the mask is not zero, a cross-entropy where the
-label is not ignored, a graph output nowhere (its padded positions are zero by definition), anything unknown everywhere.
+label is not ignored, anything unknown everywhere. A graph output is zero at padding, but for the positions that a loss
+outside of the graph would read: `Demand.shown`.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ class Demand:
 
     Args:
         kinds: the graph; the nodes that compute the demand are appended to it, before its output.
+
+    Attributes:
+        shown: whether values by position leave the graph, seen by `of`.
     """
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
         self._output = next(n for n in kinds.graph.nodes if n.op == "output")
+        self.shown = False
         self._early: dict[fx.Node, bool] = {}
         self._places: dict[tuple[object, ...], int] = {}
 
@@ -77,7 +82,10 @@ class Demand:
     def _read(self, node: fx.Node, region: Region) -> Any:
         total: Any = NOWHERE
         for user in node.users:
-            if user.op == "output" or self.kinds.values.get(user) is None:
+            if user.op == "output":
+                self.shown = True
+                continue
+            if self.kinds.values.get(user) is None:
                 continue
             if self.kinds.values[user].kind is not Kind.PRIVATE:
                 continue

@@ -144,7 +144,8 @@ def _assemble(
     with clock.step("demand") as told:
         cut = _Cut(kinds, results)
         padded = _has_padding(kinds)
-        demand = Demand(kinds).of([*cut.frontier, *cut.weighted()]) if padded else ""
+        demands = Demand(kinds)
+        demand = demands.of([*cut.frontier, *cut.weighted()]) if padded else ""
         told["note"] = f"masked positions are read {_where_read(demand)}" if padded else "no padding"
     with clock.step("emit") as told:
         emitter = Emitter(kinds, lowered.graph)
@@ -159,7 +160,7 @@ def _assemble(
         outline_regions(packed, {tag: checkpoint_kwargs(kw) for tag, kw in regions.items()})
     with clock.step("cut") as told:
         inputs = tuple(emitter.inputs)
-        tree, key_nodes = _tree_spec(kinds, inputs, demand, lowered)
+        tree, key_nodes = _tree_spec(kinds, inputs, demand, demands.shown, lowered)
         keys = extract(lowered, list(key_nodes.values()), set())
         tail = extract(lowered, results, set(cut.frontier), cut.finish())
         sizes = {"keys": keys.module, "packed": packed, "tail": tail.module}
@@ -291,7 +292,7 @@ def _shapes(kinds: Kinds) -> tuple[tuple[str, int, int], ...]:
 
 
 def _tree_spec(
-    kinds: Kinds, inputs: Sequence[Input], demand: Any, lowered: fx.GraphModule
+    kinds: Kinds, inputs: Sequence[Input], demand: Any, shown: bool, lowered: fx.GraphModule
 ) -> tuple[TreeSpec, dict[str, fx.Node]]:
     """The key of the tree, and everything that the keys graph must compute, by name."""
     site = next(iter(kinds.sites.values()))
@@ -316,6 +317,6 @@ def _tree_spec(
     additive = [s.spec for s in kinds.sites.values() if s.spec.additive]
     spec = TreeSpec(
         kinds.ids.name, tuple(n.name for n in batched), visible, documents, column, name,
-        bool(additive), min((s.window for s in additive if s.window), default=0), _shapes(kinds),
+        shown, bool(additive), min((s.window for s in additive if s.window), default=0), _shapes(kinds),
     )  # fmt: skip
     return spec, nodes

@@ -147,6 +147,8 @@ class TreeSpec:
         documents: integer grid values; positions of different documents never see each other.
         column: "absolute" where values are read by column, "step" where column differences matter, else None.
         demand: boolean grid value: masked positions that something downstream reads; "" for none, "*" for all.
+        shown: values by position leave the graph. Whoever reads them may shift them by one, as a loss does: a masked
+            position before a kept one predicts its token.
         additive: a masked query still averages over all keys in the captured graph (finite minimum).
         window: the smallest window, in columns, of an attention with such a mask; 0 for none.
         shapes: (argument, dim, 0 or 1): dims taken to be the batch (0) or the sequence (1) of the ids. Dynamo guards
@@ -159,6 +161,7 @@ class TreeSpec:
     documents: tuple[str, ...] = ()
     column: str | None = None
     demand: str = ""
+    shown: bool = False
     additive: bool = False
     window: int = 0
     shapes: tuple[tuple[str, int, int], ...] = ()
@@ -252,8 +255,9 @@ class TreeProgram:
         visible = self._visible(grid, shape)
         exact = self._exact(grid, visible, shape)
         if self.tree.additive and exact is not None and visible is not None:
-            if self.tree.documents or _sees_nothing(visible, exact, self.tree.window):
+            if self.tree.documents or not bool(_sees(visible, self.tree.window)[exact].all()):
                 return None, "masked-query"
+        exact = self._either(exact, self._shown(visible))
         batch = self.cache.get(
             [_as_grid(grid[name], shape) for name in self.tree.keys],
             visible=visible,
@@ -330,6 +334,20 @@ class TreeProgram:
             hidden = hidden & _as_grid(grid[self.tree.demand], shape)
         return hidden if bool(hidden.any()) else None
 
+    def _shown(self, visible: Tensor | None) -> Tensor | None:
+        """Masked positions before a kept one; without those where the model averages over what the tree lacks."""
+        if visible is None or not self.tree.shown:
+            return None
+        before = torch.zeros_like(visible)
+        before[:, :-1] = ~visible[:, :-1] & visible[:, 1:]
+        if self.tree.additive:
+            before = before & _sees(visible, self.tree.window) if not self.tree.documents else before & False
+        return before if bool(before.any()) else None
+
+    @staticmethod
+    def _either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        return b if a is None else a if b is None else a | b
+
     def _documents(self, grid: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
         documents: Tensor | None = None
         for name in self.tree.documents:
@@ -362,9 +380,8 @@ def _as_grid(value: Tensor, shape: tuple[int, int]) -> Tensor:
     return value.reshape(1, -1).expand(shape)
 
 
-def _sees_nothing(visible: Tensor, exact: Tensor, window: int) -> bool:
-    """Whether an exactly kept masked position has no visible position before it, within the window."""
+def _sees(visible: Tensor, window: int) -> Tensor:
+    """bool [B, T]: positions with a visible one before them, within the window."""
     column = torch.arange(visible.shape[1], device=visible.device).expand(visible.shape)
     last = torch.where(visible, column, -1).cummax(1).values
-    seen = (last >= 0) & (column - last < window) if window else last >= 0
-    return bool((exact & ~seen).any())
+    return (last >= 0) & (column - last < window) if window else last >= 0

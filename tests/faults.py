@@ -314,7 +314,7 @@ def labels_are_not_demand(patch: pytest.MonkeyPatch) -> None:
 
 @fault("averages")
 def masked_queries_taken_for_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runtime, "_sees_nothing", lambda *_: False)
+    patch.setattr(runtime, "_sees", lambda visible, window: torch.ones_like(visible))
 
 
 # The key.

@@ -601,3 +601,30 @@ def test_ids_changed_in_place_between_calls_are_seen() -> None:
     torch.testing.assert_close(
         call(b.ids, b.mask)[b.kept], toy(b.ids, b.mask)[b.kept], rtol=1e-10, atol=1e-10
     )
+
+
+# ---- losses outside of the graph -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("pad", ["left", "mixed", "right"])
+def test_a_shifted_loss_outside_of_the_graph(pad: str, holes: bool) -> None:
+    """It weights by the mask of the next token: the first token of a row is predicted from the last pad before it."""
+    toy, b = Toy(), batch(pad=pad, holes=holes)
+
+    def gradients(call: Callable[..., Tensor]) -> dict[str, Tensor]:
+        toy.zero_grad()
+        logs = call(b.ids, b.mask)[:, :-1].log_softmax(-1)
+        picked = logs.gather(-1, b.ids[:, 1:, None]).squeeze(-1)
+        (picked * b.mask[:, 1:]).sum().backward()
+        return {name: p.grad.clone() for name, p in toy.named_parameters() if p.grad is not None}
+
+    wanted = gradients(toy)
+    with counting() as seen:
+        found = gradients(compiled(toy))
+    law.held("packed", seen)
+    for name, grad in wanted.items():
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
+        )
