@@ -195,13 +195,17 @@ def check_kernels(
         null = [5e-6 * true.norm() for true in wanted]
     # Where all gradients cancel (one key) the null is 0: a fraction of a rounding is left.
     floor = torch.finfo(dtype).eps / 4
+    # dq and dk take sum(dO * O) from the output as it was rounded. With one key nothing else is as large.
+    lost = torch.finfo(dtype).eps / 2 * (grad.double() * exact[0]).norm()
+    reach = max(float(x.double().norm(dim=-1).max()) for x in inputs[:2] if x is not None and x.numel())
+    cancelled = float(lost) * reach * shape.options[0] if tensors.tokens == 1 else 0.0
     for found, repeated, true, allowed in zip(
         (out, *grads), (again[0], *again[2]), wanted, null, strict=True
     ):
         assert found.dtype == dtype
         assert not found.isnan().any()
         assert torch.equal(found, repeated)
-        assert (found.double() - true).norm() <= 2 * allowed + floor * (1 + true.norm())
+        assert (found.double() - true).norm() <= 2 * allowed + cancelled + floor * (1 + true.norm())
 
 
 def in_its_dtype(tensors: Packed, shape: Shape) -> Callable[..., tuple[Tensor, Tensor]]:
