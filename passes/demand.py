@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from treecompile.passes.axes import Axis, axes_of, resolve, size_of
-from treecompile.passes.kinds import Kind, Kinds
+from treecompile.passes.kinds import Kinds
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg
 from treecompile.passes.rule import lookup, value_of
+from treecompile.passes.values import Kind
 from treecompile.runtime import demand as runtime
 from treecompile.runtime.program import WHOLE, Region
 

@@ -22,12 +22,14 @@ from torch import fx
 
 import treecompile.runtime.ops  # noqa: F401  (registers treecompile::*)
 from treecompile.passes.axes import Dim, Dims, resolve
-from treecompile.passes.kinds import AttentionSite, Kind, Kinds
+from treecompile.passes.kinds import Kinds
 from treecompile.passes.lower import REGION, region_of
 from treecompile.passes.ops.reductions import reduced
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.reasons import Refusal, reason_at
 from treecompile.passes.rule import lookup, value_of
+from treecompile.passes.sites import AttentionSite
+from treecompile.passes.values import Kind
 from treecompile.runtime.losses import label_index, weighted_reduction
 from treecompile.runtime.program import WHOLE, ExpandSpec, Input, PackSpec, Region
 

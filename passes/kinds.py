@@ -14,77 +14,31 @@ columns, and two grid positions share a packed row only if all key columns agree
 
 from __future__ import annotations
 
-import enum
-import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from treecompile.passes.axes import Axis, Dim, Dims, axes_of, hint_of, resolve, same_dim
-from treecompile.passes.masks import MASKED, MaskReader, MaskSpec, Unproved
+from treecompile.passes.axes import Axis, Dim, Dims, hint_of, resolve, same_dim
+from treecompile.passes.masks import MaskReader
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg, axis_index
-from treecompile.passes.reasons import Reason, Refusal, name_of, reason_at
-from treecompile.passes.rule import Facts, Infer, Rule, lookup, value_of, written_in
+from treecompile.passes.reasons import Reason, Refusal, name_of, op_name, reason_at
+from treecompile.passes.rule import Facts, Infer, Rule, lookup, value_of
+from treecompile.passes.scores import WrittenAttention, is_tensor
+from treecompile.passes.sites import Attentions, AttentionSite
+from treecompile.passes.values import Kind, Value
 from treecompile.runtime.program import WHOLE, Region
 
-__all__ = ["AttentionSite", "Kind", "Kinds", "Region", "Scores", "Value"]
+__all__ = ["Kinds", "Region"]
 
 aten = torch.ops.aten
 
 
 # Reading a size is not reading a value: sizes are rewritten from the dims.
 _SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
-
-
-class Kind(enum.Enum):
-    OTHER = "other"
-    UNIFORM = "uniform"
-    GRID = "grid"
-    SHARED = "shared"
-    PAIR = "pair"
-    PRIVATE = "private"
-
-
-@dataclass(frozen=True)
-class AttentionSite:
-    """One attention to rewrite: operands as graph nodes, and what it may see."""
-
-    q: fx.Node
-    k: fx.Node
-    v: fx.Node
-    spec: MaskSpec
-    scale: Any
-    softcap: float = 0.0
-    sinks: fx.Node | None = None
-    transposed_k: bool = False
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores or probabilities under construction: matmul, scale, softcap, mask, sinks, softmax, in model order."""
-
-    q: fx.Node
-    k: fx.Node
-    stage: str
-    scale: tuple[tuple[str, Any], ...] = ()
-    softcap: float = 0.0
-    bias: tuple[Any, ...] = ()
-    sinks: fx.Node | None = None
-
-
-@dataclass
-class Value:
-    """Kind of one node and, where it is not the plain copy, how it is written."""
-
-    kind: Kind
-    form: str = "copy"
-    reason: Reason | None = None
-    data: Any = None
-    pure: bool = False
 
 
 @dataclass
@@ -103,6 +57,9 @@ class Kinds:
     uses_column: bool = False
     named: dict[str, fx.Node] = field(default_factory=dict)
     ids: fx.Node | None = None
+
+    def __post_init__(self) -> None:
+        self.attentions, self.written = Attentions(self), WrittenAttention(self)
 
     # ---- entry ----------------------------------------------------------------------------------------------------
 
@@ -287,8 +244,8 @@ class Kinds:
         if node.op == "get_attr":
             return self._constant_tensor(node)
         args = [a for a in node.all_input_nodes if self.values[a].kind is not Kind.OTHER]
-        if not _is_tensor_node(node):
-            tensors = [] if node.target in _SIZES else [a for a in args if _is_tensor_node(a)]
+        if not is_tensor(node):
+            tensors = [] if node.target in _SIZES else [a for a in args if is_tensor(a)]
             if any(self.values[a].kind in (Kind.SHARED, Kind.PAIR, Kind.PRIVATE) for a in tensors):
                 return Value(Kind.PRIVATE, reason=self._scalar_reason(node))
             return Value(Kind.OTHER)
@@ -298,7 +255,7 @@ class Kinds:
             if self.values[a].kind is Kind.PRIVATE:
                 return self._private(node, self.values[a].reason)
         if any(self.values[a].kind is Kind.PAIR for a in args):
-            return self._pair_op(node)
+            return self.written.step(node)
         facts = self.infer.facts[node]
         tokens = self.token_axes(dim for out in facts.outs for dim in out)
         if all(self.values[a].kind is Kind.UNIFORM for a in args) and not tokens:
@@ -377,7 +334,7 @@ class Kinds:
     def _blocked(self, node: fx.Node, rule: Rule | None, args: list[fx.Node]) -> Reason | None:
         """Why the op is not local to a token; None if it is."""
         facts = self.infer.facts[node]
-        name = _op_name(node)
+        name = op_name(node)
         if rule is None or facts.opaque:
             read = (dim for a in args for dim in self.dims(a))
             if self.token_axes([*read, *(dim for out in facts.outs for dim in out)]):
@@ -420,7 +377,7 @@ class Kinds:
 
     def _stored_pairs(self, node: fx.Node) -> Reason:
         return reason_at(
-            node, "mask", f"{_op_name(node)} reads a stored table of (query, key) pairs",
+            node, "mask", f"{op_name(node)} reads a stored table of (query, key) pairs",
             "what a table holds is data: that it is causal is not written in the graph",
             "compare torch.arange(length) with itself, or pass is_causal=True",
         )  # fmt: skip
@@ -458,7 +415,7 @@ class Kinds:
                 return reason_at(
                     node,
                     "row-value",
-                    f"{_op_name(node)} reads {name_of(a)}, which is not one value per position",
+                    f"{op_name(node)} reads {name_of(a)}, which is not one value per position",
                     "only values with one entry per position of the grid can become part of the tree key",
                     self._hint_in_tail(
                         "expand it to [batch, sequence] first, or move the op after the model"
@@ -466,13 +423,13 @@ class Kinds:
                 )
             if any(self.region_of_axis(axis) != WHOLE for axis in self.seq_axes(dims)):
                 return reason_at(
-                    node, "sliced-input", f"{_op_name(node)} reads a slice of an input with one value per position",
+                    node, "sliced-input", f"{op_name(node)} reads a slice of an input with one value per position",
                     "the slice is not aligned with the tokens of the tree",
                     self._hint_in_tail("apply the op to the whole sequence and slice the result"),
                 )  # fmt: skip
             if not self._in_cone and a not in self.keys and not self._leaves(a) <= self.keys.keys():
                 return reason_at(
-                    node, "row-input", f"{_op_name(node)} reads {name_of(a)}, which belongs to the row",
+                    node, "row-input", f"{op_name(node)} reads {name_of(a)}, which belongs to the row",
                     "labels, advantages, masks of the loss and old log-probs differ between rows that share a token",
                     "nothing to do: it runs on the expanded values",
                 )  # fmt: skip
@@ -545,7 +502,7 @@ class Kinds:
         while self.values.get(node, Value(Kind.PRIVATE)).form == "copy":
             node = next(a for a in node.all_input_nodes if self.values[a].kind is Kind.PRIVATE)
         return reason_at(
-            node, "private-attention", f"an attention reads the result of {_op_name(node)}, which belongs to the row",
+            node, "private-attention", f"an attention reads the result of {op_name(node)}, which belongs to the row",
             "rows that share a prefix may differ in it, and an attention of packed tokens needs what they share",
             "move the op after the model, or out of the compiled region",
         )  # fmt: skip
@@ -583,7 +540,7 @@ class Kinds:
                 reason_at(
                     node,
                     "random",
-                    f"{_op_name(node)} draws random numbers",
+                    f"{op_name(node)} draws random numbers",
                     "each row draws its own, so rows with a common prefix no longer agree",
                     "draw them outside of the compiled region",
                 )
@@ -591,7 +548,7 @@ class Kinds:
 
     def _cut_reason(self, node: fx.Node, how: str) -> Reason:
         return reason_at(
-            node, "cut-sequence", f"{_op_name(node)} {how} the batch or sequence axis",
+            node, "cut-sequence", f"{op_name(node)} {how} the batch or sequence axis",
             "positions would be regrouped by column, and columns of packed tokens are not regular",
             "keep [batch, sequence] whole inside the model, or move the op after the model",
         )  # fmt: skip
@@ -613,14 +570,14 @@ class Kinds:
         return reason_at(
             node,
             "mixes-tokens",
-            f"{_op_name(node)} mixes positions along the {along} axis",
+            f"{op_name(node)} mixes positions along the {along} axis",
             "a packed token would meet tokens that are not its ancestors",
             "move it after the model or out of the compiled region; the ops before it stay packed",
         )
 
     def _scalar_reason(self, node: fx.Node) -> Reason:
         return reason_at(
-            node, "scalar", f"{_op_name(node)} turns a tensor into a number",
+            node, "scalar", f"{op_name(node)} turns a tensor into a number",
             "the number would be that of the packed tokens and not that of the batch",
             "keep it a tensor, or read it outside of the compiled region",
         )  # fmt: skip
@@ -691,308 +648,6 @@ class Kinds:
                         "use the same attention mask in every layer (windows may differ)",
                     )
                 )
-
-    # ---- attention ------------------------------------------------------------------------------------------------
-
-    def attention(self, node: fx.Node) -> Value:
-        """A call of scaled_dot_product_attention, or of the leaf."""
-        q, k, v = node.args[:3]
-        leaf = node.target is torch.ops.treecompile.leaf_attention.default
-        mask = arg(node, 3, "attn_mask")
-        spec = MaskSpec()
-        if leaf:
-            names = ("q", "k", "v", "mask", "sinks", "scale", "softcap")
-            given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-            mask, scale = given.get("mask"), given.get("scale")
-            site = AttentionSite(q, k, v, spec, scale, float(given.get("softcap") or 0.0), given.get("sinks"))
-        else:
-            if arg(node, 4, "dropout_p", 0.0) != 0.0:
-                raise Refusal(
-                    reason_at(
-                        node,
-                        "dropout",
-                        f"attention dropout with p={arg(node, 4, 'dropout_p')}",
-                        "each row draws its own noise, so rows with a common prefix no longer agree on it",
-                        "set attention_dropout to 0 or call model.eval()",
-                    )
-                )
-            scale = arg(node, 6, "scale")
-            if arg(node, 5, "is_causal", False):
-                spec = MaskSpec(causal=True)
-            site = AttentionSite(q, k, v, spec, scale)
-        if mask is not None:
-            site = replace(
-                site, spec=spec.merge(self._classify(node, [self.masks.express(mask)], kernel=True))
-            )
-        return self._site(node, site)
-
-    def _classify(self, node: fx.Node, exprs: Iterable[Any], kernel: bool = False) -> MaskSpec:
-        spec = MaskSpec()
-        try:
-            for expr in exprs:
-                spec = spec.merge(self.masks.classify(expr, kernel))
-        except Unproved as unproved:
-            raise Refusal(
-                reason_at(
-                    node,
-                    "mask",
-                    "an attention mask that is not proved causal",
-                    str(unproved),
-                    "use a causal mask, padding, a sliding window or restarting position_ids; "
-                    "pass a [batch, sequence] attention_mask rather than a 4-D one",
-                )
-            ) from None
-        return spec
-
-    def _site(self, node: fx.Node, site: AttentionSite) -> Value:
-        if not site.spec.causal:
-            raise Refusal(
-                reason_at(
-                    node,
-                    "not-causal",
-                    "an attention that is not causal",
-                    f"every query sees later tokens, so nothing depends on the prefix alone "
-                    f"(mask: {self._describe(site.spec)})",
-                    "only causal models can share prefixes",
-                )
-            )
-        for operand, role in ((site.q, "query"), (site.k, "key"), (site.v, "value")):
-            value = self.values[operand]
-            dims = self.dims(operand)
-            at = -1 if role == "key" and site.transposed_k else -2
-            along = resolve(dims[at]) if len(dims) >= 2 else ()
-            lead = dims[:-2]
-            fine = (
-                value.kind is Kind.SHARED
-                and len(along) == 1
-                and self.region_of_axis(along[0]) == WHOLE
-                and not self.seq_axes(lead)
-                and len(dims) >= 3
-            )
-            if not fine:
-                raise Refusal(
-                    value.reason
-                    or reason_at(
-                        node,
-                        "attention-operand",
-                        f"the {role} of an attention does not run over the tokens",
-                        "one row of it must belong to one token (cross-attention, KV caches and sliced queries do not)",
-                        "run generation and cached steps uncompiled; nothing is lost but the sharing",
-                    )
-                )
-        self._check_heads(node, site)
-        self.sites[node] = site
-        return Value(Kind.SHARED, form="attention")
-
-    def _check_heads(self, node: fx.Node, site: AttentionSite) -> None:
-        """Query heads are consecutive copies of key heads: the key's leading axes begin the query's."""
-        q, k, v = (
-            [axis.key() for axis in axes_of(self.dims(x)[:-2]) if not self.is_batch(axis)]
-            for x in (site.q, site.k, site.v)
-        )
-        if k != v or q[: len(k)] != k:
-            raise Refusal(
-                reason_at(
-                    node,
-                    "attention-heads",
-                    "query and key heads of an attention are not grouped in order",
-                    "head h of a query must read head h // group of the keys and the same head of the values",
-                    "give keys and values the same heads, and repeat them by repeat_interleave(group, 1)",
-                )
-            )
-
-    def _describe(self, spec: MaskSpec) -> str:
-        parts = ["causal"] if spec.causal else []
-        parts += [f"window {spec.window}"] if spec.window else []
-        parts += [f"visible[{n.name}]" for n, _ in spec.visible] + [
-            f"document[{n.name}]" for n in spec.documents
-        ]
-        return " and ".join(parts) or "none"
-
-    # ---- attention written out ------------------------------------------------------------------------------------
-
-    def attention_product(self, node: fx.Node) -> Value | None:
-        """``q @ k.T``: the result has the sequence axis twice."""
-        out = self.dims(node)
-        q, k = node.args[:2]
-        is_scores = (
-            len(self.seq_axes(out[-2:-1])) == 1
-            and len(self.seq_axes(out[-1:])) == 1
-            and all(isinstance(x, fx.Node) and self.values[x].kind is Kind.SHARED for x in (q, k))
-            and not any(self.token_axes((dim,)) for dim in self.infer.facts[node].mixed)
-        )
-        return Value(Kind.PAIR, data=Scores(q, k, "scores")) if is_scores else None
-
-    def attention_softmax(self, node: fx.Node) -> Value | None:
-        return None
-
-    def attention_max(self, node: fx.Node) -> Value | None:
-        return None
-
-    def _pair_op(self, node: fx.Node) -> Value:
-        """One step of an attention written out: each recognised op refines the scores."""
-        found = self._pair_step(node)
-        if found is None:
-            raise Refusal(
-                reason_at(
-                    node,
-                    "attention-form",
-                    f"{_op_name(node)} on attention scores",
-                    "between q @ k.T and @ v only scale, softcap, masks, sinks, softmax and casts are understood",
-                    "use scaled_dot_product_attention, or output_attentions=False",
-                )
-            )
-        return found
-
-    def _pair_step(self, node: fx.Node) -> Value | None:
-        target = node.target
-        args = list(node.args)
-        if target is operator.getitem:
-            inner = self.values[args[0]].data
-            if isinstance(inner, tuple) and inner[0] == "max" and args[1] == 0:
-                return Value(Kind.PAIR, data=("rowmax", inner[1]))
-            return (
-                Value(Kind.PAIR, data=("unused", None))
-                if isinstance(inner, tuple) and inner[0] == "max"
-                else None
-            )
-        pairs = [a for a in args if isinstance(a, fx.Node) and self.values[a].kind is Kind.PAIR]
-        if target is aten.cat.default:
-            return self._sink_column(node)
-        first = self.values[pairs[0]].data if pairs else None
-        if not isinstance(first, Scores):
-            return None
-        name = target._schema.name.removeprefix("aten::") if isinstance(target, torch._ops.OpOverload) else ""
-        if target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.alias.default, aten._to_copy.default,
-                      aten.contiguous.default, aten.type_as.default, aten.clone.default):  # fmt: skip
-            return Value(Kind.PAIR, data=first)
-        if target is aten.dropout.default and first.stage == "probs":
-            return Value(Kind.PAIR, data=first)
-        if first.stage == "capping":
-            capped = name == "mul" and len(pairs) == 1 and first.softcap in map(written_in, args)
-            return Value(Kind.PAIR, data=replace(first, stage="scores")) if capped else None
-        if first.stage == "scores":
-            return self._scores_step(node, name, first, pairs)
-        if first.stage == "sunk" and target is aten.slice.Tensor:
-            cut = axis_index(arg(node, 1, "dim", 0), len(self.dims(node))) == len(self.dims(node)) - 1
-            drops_sink = arg(node, 2, "start", 0) in (0, None) and arg(node, 3, "end") == -1
-            return Value(Kind.PAIR, data=replace(first, stage="probs")) if cut and drops_sink else None
-        if first.stage == "probs" and name in ("matmul", "bmm") and args[0] is pairs[0]:
-            return self._finish(node, first, args[1])
-        return None
-
-    def _scores_step(self, node: fx.Node, name: str, scores: Scores, pairs: list[fx.Node]) -> Value | None:
-        args = list(node.args)
-        other = next((a for a in args if a is not pairs[0]), None)
-        raw = (
-            not scores.bias and not scores.softcap and scores.sinks is None
-        )  # a later factor scales those, too
-        if raw and name in ("mul", "div") and self._is_number(other) and args[0] is pairs[0]:
-            return Value(Kind.PAIR, data=self._scaled(scores, name, other))
-        if raw and name == "mul" and self._is_number(args[0]):
-            return Value(Kind.PAIR, data=self._scaled(scores, name, args[0]))
-        if name == "tanh":
-            cap = self._pending_cap(scores)
-            return Value(Kind.PAIR, data=replace(cap, stage="capping")) if cap is not None else None
-        if (
-            name == "add"
-            and len(pairs) == 1
-            and node.kwargs.get("alpha", 1) == 1
-            and isinstance(other, fx.Node)
-        ):
-            if self.values[other].kind is Kind.GRID:
-                return Value(Kind.PAIR, data=replace(scores, bias=(*scores.bias, self.masks.express(other))))
-            return None
-        if name in ("where", "masked_fill"):
-            return self._filled(node, name, scores, pairs[0])
-        if (
-            name in ("softmax", "_softmax")
-            and axis_index(args[1], len(self.dims(node))) == len(self.dims(node)) - 1
-        ):
-            return Value(
-                Kind.PAIR, data=replace(scores, stage="sunk" if scores.sinks is not None else "probs")
-            )
-        if node.target is aten.max.dim or node.target is aten.amax.default:
-            dim = args[1] if isinstance(args[1], int) else args[1][0]
-            if axis_index(dim, len(self.dims(pairs[0]))) != len(self.dims(pairs[0])) - 1:
-                return None
-            kind = "max" if node.target is aten.max.dim else "rowmax"
-            return Value(Kind.PAIR, data=(kind, pairs[0]))
-        if name == "sub" and len(pairs) == 2 and self.values[pairs[1]].data == ("rowmax", pairs[0]):
-            return Value(Kind.PAIR, data=scores)  # softmax does not see a shift of the row
-        return None
-
-    def _filled(self, node: fx.Node, name: str, scores: Scores, pair: fx.Node) -> Value | None:
-        """where(mask, scores, minimum) and scores.masked_fill(~mask, minimum)."""
-        cond, fill = (node.args[0], node.args[2]) if name == "where" else (node.args[1], node.args[2])
-        keep = node.args[1] is pair if name == "where" else False
-        low = self.masks.express(fill)
-        cond_expr = self.masks.express(cond) if isinstance(cond, fx.Node) else None
-        if (
-            cond_expr is None
-            or low is None
-            or not getattr(low, "is_number", False)
-            or not float(low) <= MASKED
-        ):
-            return None
-        from treecompile.passes.masks import _choose
-
-        bias = _choose(cond_expr, 0, low) if keep else _choose(cond_expr, low, 0)
-        return Value(Kind.PAIR, data=replace(scores, bias=(*scores.bias, bias)))
-
-    def _is_number(self, x: Any) -> bool:
-        if isinstance(x, (int, float)):
-            return True
-        if not isinstance(x, fx.Node):
-            return False
-        if not _is_tensor_node(x):
-            return True
-        return self.values[x].kind is Kind.UNIFORM and value_of(x).dim() == 0
-
-    def _scaled(self, scores: Scores, name: str, factor: Any) -> Scores:
-        return replace(scores, scale=(*scores.scale, (name, factor)))
-
-    def _pending_cap(self, scores: Scores) -> Scores | None:
-        """tanh after a division by c: softcap c, confirmed by the multiplication that follows."""
-        if scores.bias or not scores.scale or scores.softcap:
-            return None
-        name, factor = scores.scale[-1][0], written_in(scores.scale[-1][1])
-        if name != "div" or not isinstance(factor, (int, float)):
-            return None
-        return replace(scores, scale=scores.scale[:-1], softcap=float(factor))
-
-    def _sink_column(self, node: fx.Node) -> Value | None:
-        """cat([scores, sinks expanded to one column], -1)."""
-        parts = list(node.args[0])
-        if (
-            len(parts) != 2
-            or axis_index(arg(node, 1, "dim", 0), len(self.dims(node))) != len(self.dims(node)) - 1
-        ):
-            return None
-        scores = self.values[parts[0]].data
-        sinks = self._sink_vector(parts[1])
-        if not isinstance(scores, Scores) or scores.stage != "scores" or sinks is None:
-            return None
-        return Value(Kind.PAIR, data=replace(scores, sinks=sinks))
-
-    def _sink_vector(self, node: Any) -> fx.Node | None:
-        """The [heads] weight behind reshape(1, heads, 1, 1).expand(...)."""
-        while isinstance(node, fx.Node) and node.target in (
-            aten.expand.default,
-            aten.reshape.default,
-            aten.view.default,
-        ):
-            if self.values[node.args[0]].kind is Kind.UNIFORM and value_of(node.args[0]).dim() == 1:
-                return node.args[0]
-            node = node.args[0]
-        return None
-
-    def _finish(self, node: fx.Node, scores: Scores, v: fx.Node) -> Value:
-        spec = self._classify(node, scores.bias)
-        site = AttentionSite(
-            scores.q, scores.k, v, spec, scores.scale, scores.softcap, scores.sinks, transposed_k=True
-        )
-        return self._site(node, site)
 
     # ---- reductions, selections and private indices --------------------------------------------------------------
 
@@ -1079,13 +734,6 @@ class Kinds:
         return Value(Kind.PRIVATE, form="cross_entropy", data=(x, target))
 
 
-def _is_tensor_node(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    if isinstance(value, (tuple, list)):
-        return any(isinstance(item, torch.Tensor) for item in value)
-    return isinstance(value, torch.Tensor)
-
-
 def _unsplit(dims: Dims) -> list[Axis]:
     """Root axes of dims, as they are before a view cuts them."""
     out: list[Axis] = []
@@ -1097,10 +745,6 @@ def _unsplit(dims: Dims) -> list[Axis]:
             flat = root.parts is not None and all(a.find() is not a or a.find().parts is None for a in inner)
             out.extend(resolve((root,)) if flat and len(dims) == 1 else [root])
     return out
-
-
-def _op_name(node: fx.Node) -> str:
-    return str(node.target)
 
 
 def _last_axis(dims: Dims) -> tuple[object, ...] | None:

@@ -407,10 +407,10 @@ class MaskReader:
         name = target._schema.name.removeprefix("aten::")
         if target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
             cond, a, b = (self.express(arg) for arg in node.args)
-            return None if cond is None or a is None or b is None else _choose(cond, a, b)
+            return None if cond is None or a is None or b is None else choose(cond, a, b)
         if name == "masked_fill":
             x, cond, fill = (self.express(arg) for arg in node.args)
-            return None if x is None or cond is None or fill is None else _choose(cond, fill, x)
+            return None if x is None or cond is None or fill is None else choose(cond, fill, x)
         operands = [self.express(arg) for arg in node.args if not isinstance(arg, (list, tuple))]
         if any(op is None for op in operands):
             return None
@@ -538,7 +538,7 @@ def _symbols(expr: Any) -> Sequence[sympy.Symbol]:
     return sorted(getattr(expr, "free_symbols", ()), key=lambda s: s.name)
 
 
-def _choose(cond: Any, a: Any, b: Any) -> Any:
+def choose(cond: Any, a: Any, b: Any) -> Any:
     cond = boolean(cond)
     if cond is sympy.true or cond is sympy.false:
         return a if cond is sympy.true else b

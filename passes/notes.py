@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from treecompile.passes.axes import Dim, resolve
-from treecompile.passes.kinds import Kind, Kinds
+from treecompile.passes.kinds import Kinds
 from treecompile.passes.reasons import Reason, name_of, user_line
 from treecompile.passes.rule import value_of
+from treecompile.passes.values import Kind
 from treecompile.runtime.program import WHOLE, Region
 
 __all__ = [

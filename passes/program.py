@@ -19,12 +19,13 @@ from torch import fx
 from treecompile.passes.axes import resolve
 from treecompile.passes.demand import Demand
 from treecompile.passes.emit import Emitter, Extract, Finish, expand_spec, extract, outline_regions, pack_spec
-from treecompile.passes.kinds import Kind, Kinds
+from treecompile.passes.kinds import Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
 from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
 from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import ARGUMENT, source_text
 from treecompile.passes.rule import Facts, Infer, lookup, outputs_of, value_of
+from treecompile.passes.values import Kind
 from treecompile.runtime.losses import nll_from_log_probs
 from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
 

@@ -91,6 +91,11 @@ def source_text(node: fx.Node) -> str:
     return _INNER.sub(r".\1", text).removeprefix("L.").lstrip(".") or name
 
 
+def op_name(node: fx.Node) -> str:
+    """What to call an op in a message."""
+    return str(node.target)
+
+
 def name_of(node: fx.Node) -> str:
     """What to call a value in a message."""
     if node.op == "placeholder":

@@ -21,7 +21,8 @@ from treecompile.passes.samples import Call
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
-    from treecompile.passes.kinds import Kinds, Value
+    from treecompile.passes.kinds import Kinds
+    from treecompile.passes.values import Value
 
 __all__ = ["Facts", "Infer", "Rule", "lookup", "sample_rules", "value_of", "written_in"]
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from tests.fuzz import KEEP, TOLERANCE, Called, Data, Inputs, Policy, Program, inputs, planned, scaled
 from tests.law import Run, compare, counting, run
 from treecompile import backend, lowering
-from treecompile.passes import emit, kinds, masks, program
+from treecompile.passes import emit, masks, program, scores
 from treecompile.passes.demand import Demand
 from treecompile.passes.emit import Emitter
 from treecompile.passes.kinds import Kinds
@@ -613,7 +613,7 @@ def ancestors_left_out_of_the_plan(patch: pytest.MonkeyPatch) -> None:
 @fault("weak_mask")
 def weak_bias_taken_for_hidden(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(masks, "MASKED", -1.0)
-    patch.setattr(kinds, "MASKED", -1.0)
+    patch.setattr(scores, "MASKED", -1.0)
 
 
 @fault("prefix")

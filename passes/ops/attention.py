@@ -13,7 +13,8 @@ from treecompile.passes.samples import Call, call, tokens
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
-    from treecompile.passes.kinds import Kinds, Value
+    from treecompile.passes.kinds import Kinds
+    from treecompile.passes.values import Value
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ def infer_attention(infer: Infer, node: fx.Node) -> Facts:
 
 
 def special_attention(kinds: Kinds, node: fx.Node) -> Value | None:
-    return kinds.attention(node)
+    return kinds.attentions.call(node)
 
 
 def emit_attention(emitter: Emitter, node: fx.Node) -> fx.Node:

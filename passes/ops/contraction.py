@@ -12,7 +12,8 @@ from treecompile.passes.rule import Facts, Infer, Rule
 from treecompile.passes.samples import Call, call, tokens, weight
 
 if TYPE_CHECKING:
-    from treecompile.passes.kinds import Kinds, Value
+    from treecompile.passes.kinds import Kinds
+    from treecompile.passes.values import Value
 
 aten = torch.ops.aten
 
@@ -69,7 +70,7 @@ def infer_einsum(infer: Infer, node: fx.Node) -> Facts:
 
 
 def special_matmul(kinds: Kinds, node: fx.Node) -> Value | None:
-    return kinds.attention_product(node)
+    return kinds.written.product(node)
 
 
 SAMPLES: dict[Any, list[Call]] = {

@@ -14,7 +14,8 @@ from treecompile.passes.samples import Call, call, grid, tokens, weight
 
 if TYPE_CHECKING:
     from treecompile.passes.emit import Emitter
-    from treecompile.passes.kinds import Kinds, Value
+    from treecompile.passes.kinds import Kinds
+    from treecompile.passes.values import Value
 
 aten = torch.ops.aten
 

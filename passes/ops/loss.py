@@ -11,7 +11,8 @@ from treecompile.passes.rule import Facts, Infer, Rule, value_of
 from treecompile.passes.samples import Call, call, grid, tokens
 
 if TYPE_CHECKING:
-    from treecompile.passes.kinds import Kinds, Value
+    from treecompile.passes.kinds import Kinds
+    from treecompile.passes.values import Value
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ from treecompile.passes.rule import Facts, Infer, Rule, outputs_of, value_of
 from treecompile.passes.samples import Call, call, grid, sizes, tokens, weight
 
 if TYPE_CHECKING:
-    from treecompile.passes.kinds import Kinds, Value
+    from treecompile.passes.kinds import Kinds
+    from treecompile.passes.values import Value
 
 aten = torch.ops.aten
 
@@ -94,14 +95,6 @@ def special_reduction(kinds: Kinds, node: fx.Node) -> Value | None:
     return kinds.weighted_reduction(node)
 
 
-def special_softmax(kinds: Kinds, node: fx.Node) -> Value | None:
-    return kinds.attention_softmax(node)
-
-
-def special_max(kinds: Kinds, node: fx.Node) -> Value | None:
-    return kinds.attention_max(node)
-
-
 FULL: tuple[Any, ...] = (aten.sum.default, aten.mean.default, aten.max.default, aten.min.default)
 
 
@@ -177,13 +170,12 @@ RULES = [
         infer_reduction,
         samples=SAMPLES,
     ),
-    Rule("reduction", (aten.max.dim,), infer_reduction, special=special_max, samples=SAMPLES),
+    Rule("reduction", (aten.max.dim,), infer_reduction, samples=SAMPLES),
     Rule("reduction", (aten.linalg_vector_norm.default,), infer_norm, samples=SAMPLES),
     Rule(
         "softmax",
         (aten.softmax.int, aten._softmax.default),
         infer_along,
-        special=special_softmax,
         samples=SAMPLES,
     ),
     Rule("softmax", (aten.log_softmax.int, aten._log_softmax.default), infer_along, samples=SAMPLES),
