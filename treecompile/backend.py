@@ -17,7 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis
 
 from treecompile import leaves, logs, raised
 from treecompile.leaves import scope
-from treecompile.lowering import PackedCode, compile_dense, shared_code
+from treecompile.lowering import PackedCode, compile_dense, inductor_settings, shared_code
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
 from treecompile.passes.reasons import Reason, Refusal
@@ -112,8 +112,8 @@ def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Calla
     from torch._dynamo.backends.registry import lookup_backend
 
     try:
-        mode = {"mode": options.mode} if options.compiler == "inductor" else {}
-        stock: Callable[..., Any] = lookup_backend(options.compiler)(gm, list(inputs), **mode)
+        settings = inductor_settings(options.mode) if options.compiler == "inductor" else {}
+        stock: Callable[..., Any] = lookup_backend(options.compiler)(gm, list(inputs), **settings)
         return stock
     except RestartAnalysis:
         raise  # Dynamo is to capture anew, with a float of the model written in

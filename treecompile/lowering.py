@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from treecompile.runtime.program import CompilationFailed, Input
 
-__all__ = ["PackedCode", "clear", "compile_dense", "dynamic_dims"]
+__all__ = ["PackedCode", "clear", "compile_dense", "dynamic_dims", "inductor_settings"]
 
 # Lengths that vary with the batch, by role: (role or tree field) -> which dims, and the symbol group.
 _GROUPS: dict[str, tuple[tuple[int, str], ...]] = {
@@ -250,11 +250,17 @@ def _compile_graph(
             from torch._dynamo.backends.registry import lookup_backend
 
             return lookup_backend("aot_eager")(gm, fakes)
-        from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        patches = list_mode_options(mode, dynamic=True)
-        return compile_fx(gm, fakes, config_patches=patches)  # type: ignore[return-value]
+        return compile_fx(gm, fakes, **inductor_settings(mode))  # type: ignore[return-value]
+
+
+def inductor_settings(mode: str) -> dict[str, Any]:
+    """Keyword arguments of ``compile_fx`` for a mode of ``torch.compile``."""
+    from torch._inductor import list_mode_options
+
+    patches = list_mode_options(mode)
+    return {"config_patches": patches} if patches else {}
 
 
 def compile_dense(gm: fx.GraphModule, compiler: str, mode: str) -> Callable[..., Any]:
