@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.law import Run, compare, compiled, counting, run
+from tests.law import Run, as_written, compare, compiled, counting, run
 from treecompile import backend, lowering
 from treecompile.runtime import batch
 from treecompile.runtime.ops import attention_plan
@@ -658,18 +658,6 @@ class Called:
 
 
 @contextlib.contextmanager
-def _as_written(active: bool) -> Iterator[None]:
-    """Run packed graphs as they are, without AOTAutograd: that is more than half of the time of a capture."""
-    compile_graph = lowering._compile_graph
-    try:
-        if active:
-            lowering._compile_graph = lambda gm, *_: gm
-        yield
-    finally:
-        lowering._compile_graph = compile_graph
-
-
-@contextlib.contextmanager
 def planned(tile: int) -> Iterator[None]:
     """Plan tree attention with this tile: small trees are cut in pieces as large ones are."""
     plan, few = batch.plan_pieces, attention_plan.SMALL_TREE
@@ -686,7 +674,7 @@ def run_cases(cases: Sequence[Case]) -> list[Outcome]:
     """Run cases of one model."""
     torch._dynamo.reset()
     lowering.clear()
-    with _as_written(cases[0].program.lowered == "graph"):
+    with as_written(cases[0].program.lowered == "graph"):
         return list(_run_cases(cases))
 
 

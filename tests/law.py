@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from treecompile import backend
+from treecompile import backend, lowering
 
 __all__ = [
     "Batch",
@@ -159,6 +160,21 @@ def counting() -> Iterator[Counter[str]]:
         yield seen
     finally:
         seen.update({k: v - before[k] for k, v in backend.counters.items() if v != before[k]})
+
+
+@contextlib.contextmanager
+def as_written(active: bool = True) -> Iterator[None]:
+    """Run packed and dense graphs as they are, without AOTAutograd: that is most of the time of a capture."""
+
+    def plain(gm: Any, *_: Any) -> Any:
+        return gm
+
+    with contextlib.ExitStack() as stack:
+        if active:
+            stack.enter_context(mock.patch.object(lowering, "_compile_graph", plain))
+            stack.enter_context(mock.patch.object(backend, "_stock", plain))
+            stack.enter_context(mock.patch.object(backend, "compile_dense", plain))
+        yield
 
 
 def compiled(

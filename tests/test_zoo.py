@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from tests.law import check
+from tests.law import as_written, check
 from tests.zoo import TRAPS, Trap
+from treecompile import lowering
+
+
+def run(trap: Trap) -> None:
+    case = trap.build()
+    check(case.model, *case.args, expect=trap.expect, **case.settings)
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+def test_trap(trap: Trap) -> None:
+    lowering.clear()
+    with as_written():
+        run(trap)
+    lowering.clear()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
-def test_trap(trap: Trap) -> None:
-    case = trap.build()
-    check(case.model, *case.args, expect=trap.expect, **case.settings)
+@pytest.mark.parametrize(
+    "trap", [trap for trap in TRAPS if trap.expect == "packed"], ids=lambda trap: trap.name
+)
+def test_trap_through_autograd(trap: Trap) -> None:
+    """The packed graph through AOTAutograd."""
+    run(trap)
 
 
 def test_zoo_is_large_and_names_are_unique() -> None:
