@@ -27,6 +27,7 @@ from treecompile.passes.emit import Emitter
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.masks import MaskReader, MaskSpec
 from treecompile.passes.ops.views import axis_index
+from treecompile.passes.sites import Attentions
 from treecompile.runtime import batch as batches
 from treecompile.runtime import cache
 from treecompile.runtime import program as runtime
@@ -580,8 +581,8 @@ def query_heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
 def scale_of_the_call_ignored(patch: pytest.MonkeyPatch) -> None:
     _around(
         patch,
-        Kinds,
-        "_site",
+        Attentions,
+        "add",
         lambda real, self, node, site: real(self, node, dataclasses.replace(site, scale=None)),
     )
 
