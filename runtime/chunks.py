@@ -109,6 +109,8 @@ class ChunkPlan:
         replay: [K] int64 tokens replayed before ``first``.
         parent: [K] int64 block that hands its state to this one, -1 for the zero state.
         after: [K] int64 one past the last block below.
+        row_states: whether every row's last chunk is a block.
+        row_block: [I] int64 block whose end state is each trajectory's final state, -1 if absorbed.
         owner: [N] block that writes each token, -1 for leaf pads.
         index, offsets: [L] packed tokens of all blocks, and [K + 1] int64 where each begins.
         strahler: [K] int64 Strahler number of each block in the trie.
@@ -136,6 +138,7 @@ class ChunkPlan:
     replay: Array
     parent: Array
     after: Array
+    row_states: bool
     _above: Array  # [K] packed token above ``first``, -1 for none
     _absorbed: int  # tokens of distinct chunks that other blocks absorb
 
@@ -211,6 +214,13 @@ class ChunkPlan:
         return self.index[self.offsets[block] : self.offsets[block + 1]]
 
     @functools.cached_property
+    def row_block(self) -> Array:
+        """[I] int64 block that ends where each trajectory does, -1 if a longer block absorbs it. O(I log K)."""
+        last = self.tree._last + 1
+        block = np.searchsorted(self.end, last)
+        return np.where(self.end[block] == last, block, -1) if len(last) else block
+
+    @functools.cached_property
     def strahler(self) -> Array:
         """[K] int64 Strahler number of each block."""
         return orders(self.parent, self.after, "boundary")
@@ -261,7 +271,10 @@ class ChunkPlan:
         if states == "boundary" and self.alignment == "branch":
             states = "final"
         if states not in self._rounds:
-            self._rounds[states] = plan_rounds(self.parent, self.after, states)
+            stops = np.zeros(self.blocks, np.bool_)
+            if self.row_states:
+                stops[self.row_block] = True
+            self._rounds[states] = plan_rounds(self.parent, self.after, states, stops)
         return self._rounds[states]
 
     @functools.cached_property
@@ -343,8 +356,9 @@ def chunk_plan(
         chunk: C, at least 1: the chunk size of the op.
         alignment: where chunks start: "trajectory", "branch", or the cheaper of the two, "auto" (a tie goes to
             "trajectory").
-        row_states: every row's last chunk is a block, so that its end state is the row's final state. Otherwise
-            a row that ends inside another's chunk has its outputs, but no state.
+        row_states: every row's last chunk is a block, so that its end state is the row's final state (with final
+            states, such blocks end their sequence). Otherwise a row that ends inside another's chunk has its
+            outputs, but no state.
         states, cost: for "auto": the model of rounds, and the weights (default `ChunkCost()`).
 
     Returns:
@@ -460,6 +474,7 @@ def _plan(
         replay=_phase_at(pieces, phase, first) % chunk,
         parent=parent,
         after=after,
+        row_states=row_states,
         _above=above,
         _absorbed=absorbed,
     )

@@ -8,10 +8,10 @@ block whose state an earlier round left. Two models of what a call gives back:
 * ``"boundary"``: the state after every chunk. A sequence may run on past a block whose other children follow
   in later rounds.
 * ``"final"``: the state after each sequence only, as in foreign functions. A block with several children ends
-  its sequence.
+  its sequence, and so does one whose state is wanted for itself (a *stop*; below, "branches" includes them).
 
 **Rounds.** Let a block's *order* be 1 for a leaf, and otherwise the largest order among its children, plus 1 if
-two children (boundary; the Strahler number) or the block itself has several children (final).
+two children (boundary; the Strahler number) or the block itself branches (final).
 
 *No fewer.* By induction on the trie, a block of order k needs k rounds counted from its own. Boundary: if two
 children have order k - 1, one of them starts after the block's round and needs k - 1 more. Final: all children
@@ -107,13 +107,14 @@ class _Chains:
     children: list[list[int]]
 
 
-def orders(parent: Array, after: Array, states: States) -> Array:
+def orders(parent: Array, after: Array, states: States, stops: Array | None = None) -> Array:
     """[K] int64 order of each block; the largest one is the least number of rounds. O(K log K), vectorised.
 
     Args:
         parent: [K] integers, the block above, -1 for roots; blocks in preorder.
         after: [K] integers, one past the last block below.
         states: "boundary" (Strahler numbers) or "final".
+        stops: [K] bool, blocks that end their sequence if ``states`` is "final"; None for none.
 
     Raises:
         OptionError: another ``states``.
@@ -126,7 +127,7 @@ def orders(parent: Array, after: Array, states: States) -> Array:
     _check(states)
     count = len(parent)
     order, alive = np.ones(count, np.int64), np.arange(count)
-    branching = np.bincount(parent[parent >= 0], minlength=count) >= 2
+    branching = _branching(parent, states, stops)
     while len(alive):
         # Order > k: some block below has two children of order k (boundary), or branches above one of order k.
         known = np.bincount(parent[alive][parent[alive] >= 0], minlength=count)
@@ -138,11 +139,11 @@ def orders(parent: Array, after: Array, states: States) -> Array:
     return order
 
 
-def plan_rounds(parent: Array, after: Array, states: States) -> Rounds:
+def plan_rounds(parent: Array, after: Array, states: States, stops: Array | None = None) -> Rounds:
     """Fewest rounds; then the smallest sum of longest sequences; then the fewest handoffs.
 
     Args:
-        parent, after: as in `orders`.
+        parent, after, stops: as in `orders`.
         states: what a call gives back: "boundary" or "final".
 
     Raises:
@@ -150,14 +151,13 @@ def plan_rounds(parent: Array, after: Array, states: States) -> Rounds:
     """
     _check(states)
     parent, after = parent.astype(np.int64), after.astype(np.int64)
-    order = orders(parent, after, states)
+    order = orders(parent, after, states, stops)
     count = int(order.max(initial=0))
-    children = np.bincount(parent[parent >= 0], minlength=len(parent))
-    branching = children >= 2
+    branching = _branching(parent, states, stops)
     is_head = (parent < 0) | branching[parent]
     heads = np.flatnonzero(is_head)
     if len(heads) * (count + 1) > BUDGET:
-        return _assemble(parent, children, count - order, states, count, (False, False))
+        return _assemble(parent, branching, count - order, states, count, (False, False))
     chain_of = np.cumsum(is_head) - 1
     above = parent[heads]
     chains = _Chains(
@@ -172,7 +172,7 @@ def plan_rounds(parent: Array, after: Array, states: States) -> Rounds:
     search = _Search(chains, states, count)
     step, total, proved = search.assign()
     return _assemble(
-        parent, children, step, states, count, (search.complete or total == search.height, proved)
+        parent, branching, step, states, count, (search.complete or total == search.height, proved)
     )
 
 
@@ -181,14 +181,21 @@ def _check(states: str) -> None:
         raise OptionError(argument="states", value=states, choices=("boundary", "final"))
 
 
+def _branching(parent: Array, states: States, stops: Array | None) -> Array:
+    """[K] blocks that hand their state to a later round in any plan."""
+    children = np.bincount(parent[parent >= 0], minlength=len(parent))
+    several: Array = children >= 2
+    return several if stops is None or states == "boundary" else several | (stops & (children == 1))
+
+
 def _assemble(
-    parent: Array, children: Array, step: Array, states: States, count: int, proved: tuple[bool, bool]
+    parent: Array, branching: Array, step: Array, states: States, count: int, proved: tuple[bool, bool]
 ) -> Rounds:
     """Sequences of a round per block."""
     up = np.maximum(parent, 0)
     goes_on = (parent >= 0) & (step[up] == step)
     if states == "final":
-        goes_on &= children[up] == 1
+        goes_on &= ~branching[up]
     head = np.flatnonzero(~goes_on)
     head = head[np.argsort(step[head], kind="stable")]
     # The chain of only one continuing child per block: follow it from every head at once, by pointer doubling.
@@ -203,7 +210,7 @@ def _assemble(
     np.maximum.at(longest, step[head], size)
     source = parent[head]
     handoffs = np.unique(source[source >= 0])
-    fewest = proved[1] or (proved[0] and len(handoffs) == int(np.count_nonzero(children >= 2)))
+    fewest = proved[1] or (proved[0] and len(handoffs) == int(np.count_nonzero(branching)))
     return Rounds(states, count, step, sequence, head, source, size, longest, handoffs, (proved[0], fewest))
 
 

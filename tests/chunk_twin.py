@@ -109,7 +109,7 @@ def after(parent: Sequence[int]) -> list[int]:
     return out
 
 
-def best(parent: Sequence[int], boundary: bool) -> Cost:
+def best(parent: Sequence[int], boundary: bool, stops: Sequence[bool] | None = None) -> Cost:
     """The least (rounds, sum over rounds of the longest sequence, handoffs), over all executed sets."""
     count = len(parent)
     children = [[c for c in range(count) if parent[c] == n] for n in range(count)]
@@ -127,7 +127,8 @@ def best(parent: Sequence[int], boundary: bool) -> Cost:
         for n in range(count):
             if fresh >> n & 1:
                 together = [c for c in children[n] if fresh >> c & 1]
-                if len(together) > 1 or (together and not boundary and len(children[n]) > 1):
+                stop = not boundary and (len(children[n]) > 1 or (stops is not None and stops[n]))
+                if len(together) > 1 or (together and stop):
                     return None
                 length[n] = 1 + (length[parent[n]] if parent[n] >= 0 and fresh >> parent[n] & 1 else 0)
                 handoffs += len(together) < len(children[n])

@@ -53,9 +53,12 @@ def check(
         assert plan.replayed == 0
     assert plan.first.dtype == plan.end.dtype == plan.index.dtype == plan.owner.dtype == tree.dtype
     assert plan.parent.dtype == plan.replay.dtype == plan.offsets.dtype == plan.after.dtype == np.int64
+    lasts = {block[-1]: k for k, block in enumerate(blocks)}
+    assert sorted(plan.row_block.tolist()) == sorted(lasts.get(row[-1], -1) for row in rows)
+    assert not row_states or -1 not in plan.row_block
     check_tails(plan, blocks)
     for states in MODELS:
-        check_rounds(plan.parent, plan.rounds(states))
+        check_rounds(plan.parent, plan.rounds(states), plan.row_block.tolist() if row_states else None)
         check_calls(plan, states)
     return plan
 
@@ -72,7 +75,7 @@ def check_tails(plan: ChunkPlan, blocks: list[tuple[int, ...]]) -> None:
                 assert token == n
 
 
-def check_rounds(parent: np.ndarray, rounds: Rounds) -> None:
+def check_rounds(parent: np.ndarray, rounds: Rounds, stops: list[int] | None = None) -> None:
     """A valid plan, with the figures that it gives."""
     turn, children = rounds.round.tolist(), np.bincount(parent[parent >= 0], minlength=len(parent))
     paths: dict[int, list[int]] = {}
@@ -88,7 +91,7 @@ def check_rounds(parent: np.ndarray, rounds: Rounds) -> None:
         longest[turn[path[0]]] = max(longest[turn[path[0]]], len(path))
         for above, k in itertools.pairwise(path):
             assert parent[k] == above
-            assert rounds.states == "boundary" or children[above] == 1
+            assert rounds.states == "boundary" or (children[above] == 1 and above not in (stops or ()))
         if parent[path[0]] >= 0:
             assert turn[parent[path[0]]] < turn[path[0]]
             read.add(int(parent[path[0]]))
@@ -177,6 +180,18 @@ def test_larger_forests_are_optimal(parent: list[int], states: States) -> None:
     rounds = solve(parent, states)
     assert figures(rounds) == chunk_twin.best(parent, states == "boundary")
     assert rounds.proved == (True, True)
+
+
+def test_all_small_forests_with_stops_are_optimal() -> None:
+    for parent in [parent for count in range(1, 6) for parent in chunk_twin.forests(count)]:
+        above, after = np.array(parent), np.array(chunk_twin.after(parent))
+        for stops in itertools.product([False, True], repeat=len(parent)):
+            rounds = plan_rounds(above, after, "final", np.array(stops))
+            check_rounds(above, rounds, np.flatnonzero(stops).tolist())
+            assert figures(rounds) == chunk_twin.best(parent, False, stops), (parent, stops)
+            assert rounds.proved == (True, True)
+    with_stops = plan_rounds(above, after, "boundary", np.ones(len(parent), bool))
+    assert figures(with_stops) == chunk_twin.best(parent, True)
 
 
 def slow_orders(parent: list[int], states: States) -> list[int]:

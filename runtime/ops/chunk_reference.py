@@ -1,0 +1,151 @@
+"""The gated delta rule in plain PyTorch, chunk by chunk: what kernels are checked against.
+
+Suffixes: T tokens of a call, Q sequences, K chunks, C chunk size, H heads, G key heads (H a multiple of G), D key
+width, V value width.
+
+Per token t, with the gate a_t = exp(g_t) and the state S [D, V]:
+
+    S <- a_t S;  S <- S + beta_t k_t (v_t - S' k_t)';  out_t = scale * S' q_t
+
+Within a chunk the updates are solved at once (the WY or UT transform): with decays d_ij = exp(g_(j+1) + ... + g_i),
+(I + L) u = beta (v - exp(g_1 + ... + g_i) S' k), L_ij = beta_i d_ij k_i'k_j for j < i.
+
+Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024, section 3.3; S. Yang et al., "Parallelizing
+Linear Transformers with the Delta Rule over Sequence Length", 2024.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treecompile.runtime.errors import OptionError
+
+__all__ = ["ChunkResult", "gated_delta_rule_chunks"]
+
+
+class ChunkResult(NamedTuple):
+    """What a call gives back.
+
+    Attributes:
+        out: [T, H, V], dtype of the values.
+        final: [Q, H, D, V] state after each sequence; fp32, or fp64 for fp64 inputs.
+        boundary: [K, H, D, V] state after each chunk, sequence after sequence; the same dtype.
+    """
+
+    out: Tensor
+    final: Tensor
+    boundary: Tensor
+
+
+def gated_delta_rule_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    offsets: Tensor | None = None,
+    initial: Tensor | None = None,
+    *,
+    chunk: int = 64,
+    scale: float | None = None,
+) -> ChunkResult:
+    """Run packed sequences, each from its own initial state; differentiable in all tensors, states included.
+
+    Args:
+        query, key: [T, G, D] floats; normalised by the caller if the model does so.
+        value: [T, H, V].
+        gate: [T, H] logarithm of the decay, <= 0.
+        beta: [T, H].
+        offsets: int64 [Q + 1], where sequences begin: ascending from 0 to T, none empty. None is one sequence.
+        initial: [Q, H, D, V]; None is zero.
+        chunk: C; chunks are counted from the start of each sequence, the last one may be partial.
+        scale: factor of the queries; None is D ** -0.5.
+
+    Returns:
+        outputs, final and boundary states. Computed in fp64 for fp64 values, else in fp32.
+
+    Raises:
+        OptionError: offsets that do not cut T tokens into non-empty sequences, or a chunk below 1.
+
+    Example:
+        >>> one = torch.ones(3, 1, 1, dtype=torch.float64)
+        >>> result = gated_delta_rule_chunks(one, one, one, 0 * one[..., 0], one[..., 0] / 2, chunk=2)
+        >>> result.out.flatten().tolist(), result.boundary.flatten().tolist(), result.final.item()
+        ([0.5, 0.75, 0.875], [0.75, 0.875], 0.875)
+
+    Notes:
+        Work inside of chunks runs over all chunks at once; the states take one step per chunk of the longest
+        sequence, for all sequences at once.
+    """
+    total, heads = value.shape[:2]
+    bounds = [0, *([total] if total else [])] if offsets is None else offsets.tolist()
+    sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+    if bounds[:1] != [0] or bounds[-1] != total or min(sizes, default=1) < 1:
+        raise OptionError(
+            argument="offsets", value=bounds, remedy=f"cut {total} tokens into sequences, none of them empty"
+        )
+    if chunk < 1:
+        raise OptionError(argument="chunk", value=chunk, remedy="give the op's chunk size, an integer >= 1")
+    device = value.device
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    # Tokens of every chunk, the absent ones of a partial chunk reading a row of zeros: no decay, no update.
+    count = [-(-size // chunk) for size in sizes]
+    rows = torch.full((sum(count), chunk), total, dtype=torch.int64)
+    at = 0
+    for begin, size, chunks in zip(bounds, sizes, count, strict=False):
+        rows[at : at + chunks].view(-1)[:size] = torch.arange(begin, begin + size)
+        at += chunks
+    rows = rows.to(device)
+
+    def chunked(x: Tensor) -> Tensor:
+        """[K, H, C, ...]."""
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).to(dtype)[rows].transpose(1, 2)
+        return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
+
+    q = chunked(query) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    k, v, b = chunked(key), chunked(value), chunked(beta).unsqueeze(-1)
+    decay = chunked(gate).cumsum(-1)
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+    lower = (b * k) @ k.transpose(-1, -2) * between
+    solved = torch.linalg.solve_triangular(
+        lower.tril(-1) + torch.eye(chunk, dtype=dtype, device=device),
+        torch.cat([b * v, b * decay.exp().unsqueeze(-1) * k], dim=-1),
+        upper=False,
+        unitriangular=True,
+    )
+    own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inner = q @ k.transpose(-1, -2) * between
+    outer = q * decay.exp().unsqueeze(-1)
+    leaving = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    remains = decay[..., -1].exp()[..., None, None]
+
+    shape = (len(sizes), heads, key.shape[-1], value.shape[-1])
+    state = value.new_zeros(shape, dtype=dtype) if initial is None else initial.to(dtype)
+    first = [sum(count[:i]) for i in range(len(count))]
+    order, outs, states = [], [], []
+    active = list(range(len(sizes)))
+    for step in range(max(count, default=0)):
+        going = [i for i, sequence in enumerate(active) if count[sequence] > step]
+        active = [active[i] for i in going]
+        state = state[torch.tensor(going, device=device)]
+        now = torch.tensor([first[sequence] + step for sequence in active], device=device)
+        update = own[now] - seen[now] @ state
+        outs.append(outer[now] @ state + inner[now] @ update)
+        state = remains[now] * state + leaving[now].transpose(-1, -2) @ update
+        states.append(state)
+        order.append(now)
+    if not order:
+        empty = state.new_zeros(0, *shape[1:])
+        return ChunkResult(torch.zeros_like(value), state, empty)
+    back = torch.cat(order).argsort()
+    boundary = torch.cat(states)[back]
+    out = torch.cat(outs)[back].transpose(1, 2).reshape(-1, heads, value.shape[-1])
+    last = torch.tensor(
+        [begin + chunks - 1 for begin, chunks in zip(first, count, strict=True)], device=device
+    )
+    return ChunkResult(out[(rows.reshape(-1) < total)].to(value.dtype), boundary[last], boundary)
