@@ -25,16 +25,19 @@ first chain's length plus ``need``, where need = 0 below a leaf, and below a bra
 need h1 >= h2 >= ... it is max(h1, up(h2)) (boundary) or up(h1) (final), up(x) being the first cut >= x: all
 children but the one that continues start at a cut. Blocks are steps of length one, so a chain can be cut
 anywhere and no time is lost. The sum of the longest sequences is the largest need of a root. A cut may be lowered
-to the largest value that is rounded up to it, which lowers no need; so cuts are searched among such values, and
-the last one is their maximum. For R <= 2 nothing is left to choose; beyond, the search is exhaustive within a
-budget, and `Rounds.proved` says whether it ended. The choice of maxima comes first in it, and is always a plan.
+to the largest value that is rounded up to it, which raises no need; so cuts are searched among such values, and
+the last one is their maximum. For R <= 2 nothing is left to choose. Beyond, a search adds cut after cut, drops what
+cannot beat the best plan known (values beyond the last cut are rounded up to themselves: a lower bound) or has too few
+cuts left (an order, as above), and keeps a limited number of choices, in passes of growing width.
+`Rounds.proved` says whether a pass dropped nothing else, or a plan reached the height of the trie. Taking the largest
+value each time is always a plan: the first one.
 
 **Handoffs.** A branching block hands its state over in any plan. Further ones arise where a chain is cut; a
 dynamic program over (chain, start time) finds the fewest for given cuts.
 
 Complexity: O(K) vectorised passes for the orders, at most log2(K) of them (boundary) or as many as there are
-rounds (final). The search visits at most `BUDGET` chains (a larger trie runs the plan of orders); a program for
-handoffs has O(chains * steps) states, at most `STATES` (else a greedy rule).
+rounds (final). The search for cuts and the program for handoffs, which has O(chains * steps) states, work within fixed
+budgets (`runtime/round_cuts.py`, `runtime/round_walk.py`): a trie of very many chains runs the plan of orders.
 
 Sources: A. N. Strahler, "Hypsometric (area-altitude) analysis of erosional topology", 1952; the register
 allocation of A. P. Ershov, "On programming of arithmetic operations", 1958, is the same recursion.
@@ -42,25 +45,16 @@ allocation of A. P. Ershov, "On programming of arithmetic operations", 1958, is 
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from treecompile.runtime.errors import OptionError
+from treecompile.runtime.round_cuts import FIRST, Chains, States, search
+from treecompile.runtime.round_walk import assign
 from treecompile.runtime.stretches import Array
 
-__all__ = ["BUDGET", "STATES", "Rounds", "States", "orders", "plan_rounds"]
-
-States = Literal["boundary", "final"]
-
-BUDGET = 100_000  # visits of chains by all searches
-STATES = 2_000_000  # (chain, time) states of one program for handoffs; a round of a chain counts for 500 more
-_EXACT = 50  # visits that one round of one chain with children counts for in that program
-_NEVER = 1 << 40
+__all__ = ["Rounds", "States", "orders", "plan_rounds"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +89,6 @@ class Rounds:
     longest: Array
     handoffs: Array
     proved: tuple[bool, bool]
-
-
-@dataclass(frozen=True)
-class _Chains:
-    """Maximal runs of only children: contiguous in preorder. start, length, parent [chains]; children lists."""
-
-    start: list[int]
-    length: list[int]
-    parent: list[int]
-    children: list[list[int]]
 
 
 def orders(parent: Array, after: Array, states: States, stops: Array | None = None) -> Array:
@@ -156,11 +140,11 @@ def plan_rounds(parent: Array, after: Array, states: States, stops: Array | None
     branching = _branching(parent, states, stops)
     is_head = (parent < 0) | branching[parent]
     heads = np.flatnonzero(is_head)
-    if len(heads) * (count + 1) > BUDGET:
+    if len(heads) * (count + 1) > FIRST:
         return _assemble(parent, branching, count - order, states, count, (False, False))
     chain_of = np.cumsum(is_head) - 1
     above = parent[heads]
-    chains = _Chains(
+    chains = Chains(
         heads.tolist(),
         np.diff(np.r_[heads, len(parent)]).tolist(),
         np.where(above >= 0, chain_of[above], -1).tolist(),
@@ -169,11 +153,9 @@ def plan_rounds(parent: Array, after: Array, states: States, stops: Array | None
     for c, p in enumerate(chains.parent):
         if p >= 0:
             chains.children[p].append(c)
-    search = _Search(chains, states, count)
-    step, total, proved = search.assign()
-    return _assemble(
-        parent, branching, step, states, count, (search.complete or total == search.height, proved)
-    )
+    cuts = search(chains, states == "boundary", count)
+    step, fewest = assign(chains, states == "boundary", cuts)
+    return _assemble(parent, branching, step, states, count, (cuts.proved, fewest))
 
 
 def _check(states: str) -> None:
@@ -212,251 +194,3 @@ def _assemble(
     handoffs = np.unique(source[source >= 0])
     fewest = proved[1] or (proved[0] and len(handoffs) == int(np.count_nonzero(branching)))
     return Rounds(states, count, step, sequence, head, source, size, longest, handoffs, (proved[0], fewest))
-
-
-class _Search:
-    """Cuts, and the plan for them. Times count from the last step backwards in ``needs``, forwards elsewhere."""
-
-    def __init__(self, chains: _Chains, states: States, count: int) -> None:
-        self.chains, self.boundary, self.count = chains, states == "boundary", count
-        self.left = BUDGET
-        self.complete = True
-        self.best = _NEVER
-        self.cuts: list[tuple[int, ...]] = []
-        self.height = self._needs((), free=True)[0]
-        self._descend(())
-
-    # -- cuts --
-
-    def _needs(self, cuts: Sequence[int], *, free: bool = False) -> tuple[int, list[int], list[int]]:
-        """(the largest need of a root, the values that were rounded up, the needs below chains).
-
-        ``free``: nothing is rounded.
-        """
-        chains, boundary = self.chains, self.boundary
-        self.left -= len(chains.start)
-        first = [0] * len(chains.start)
-        second = [0] * len(chains.start)
-        pressed, ends, top = [], [], 0
-        for c in range(len(chains.start) - 1, -1, -1):
-            need = first[c]
-            if chains.children[c] and not free:
-                value = second[c] if boundary else need
-                pressed.append(value)
-                need = max(need, next((q for q in cuts if q >= value), _NEVER))
-                ends.append(need)
-            need += chains.length[c]
-            p = chains.parent[c]
-            if p < 0:
-                top = max(top, need)
-            elif need > first[p]:
-                first[p], second[p] = need, first[p]
-            elif need > second[p]:
-                second[p] = need
-        return top, pressed, ends
-
-    def _descend(self, cuts: tuple[int, ...]) -> bool:
-        """Try all further cuts; False if none of them gives a plan."""
-        missing = self.count - 1 - len(cuts)
-        if missing <= 0:
-            total = self._needs(cuts)[0]
-            if total < self.best:
-                self.best, self.cuts = total, []
-            if total == self.best < _NEVER:
-                self.cuts.append(cuts)
-            return total < _NEVER
-        low = cuts[-1] if cuts else 0
-        values = sorted({v for v in self._needs(cuts)[1] if low < v < _NEVER}, reverse=True)
-        found = False
-        for value in values[:1] if missing == 1 else values:
-            if found and (self.best == self.height or self.left < 0):
-                self.complete &= self.best == self.height
-                break
-            # What a cut makes possible, a later one makes too: the first failure is the last trial.
-            if not self._descend((*cuts, value)):
-                break
-            found = True
-        return found
-
-    # -- the plan --
-
-    def assign(self) -> tuple[Array, int, bool]:
-        """(round of every block, sum of longest sequences, whether the handoffs are the fewest)."""
-        total, count = self.best if self.count else 0, len(self.chains.start)
-        if count * (total + 500 * self.count) > STATES:
-            return _Greedy(self, self.cuts[0]).walk(), total, False
-        best: _Exact | None = None
-        proved = self.complete or total == self.height
-        for cuts in self._all_cuts(total):
-            if best is not None and self.left < 0:
-                proved = False
-                break
-            if best is None or self._needs(cuts)[0] <= total:
-                self.left -= _EXACT * sum(map(bool, self.chains.children)) * self.count
-                made = _Exact(self, cuts)
-                if best is None or made.extra < best.extra:
-                    best = made
-                if best.extra == 0:
-                    break
-        assert best is not None
-        return best.walk(), total, proved
-
-    def _all_cuts(self, total: int) -> Iterator[tuple[int, ...]]:
-        """The cuts found; those at which chains end; and then every other choice."""
-        yield from self.cuts
-        known = set(self.cuts)
-        ends = {v for v in self._needs(self.cuts[0])[2] if 0 < v < total}
-        for values in (ends, range(1, total)):
-            for cuts in itertools.combinations(sorted(values), max(self.count - 1, 0)):
-                if cuts not in known:
-                    known.add(cuts)
-                    yield cuts
-
-
-class _Walk:
-    """Rounds of all blocks, top down, for given cuts. Subclasses choose where there is a choice."""
-
-    def __init__(self, search: _Search, cuts: Sequence[int]) -> None:
-        total = search.best if search.count else 0
-        self.chains, self.boundary, self.total = search.chains, search.boundary, total
-        self.bounds = [0, *(total - q for q in reversed(cuts)), total] if search.count else [0]
-        self.rounds = len(self.bounds) - 1
-
-    def next_round(self, c: int, remaining: int, low: int) -> int:
-        """The round in which the last ``remaining`` blocks of a chain start, at least ``low``."""
-        raise NotImplementedError
-
-    def heir(self, c: int, at: int, low: int) -> int:
-        """The child of c that continues at time ``at`` in the same round, or -1."""
-        raise NotImplementedError
-
-    def walk(self) -> Array:
-        chains, bounds = self.chains, self.bounds
-        begins: list[tuple[int, int] | None] = [None] * len(chains.start)
-        counts, rounds = [], []
-        for c, length in enumerate(chains.length):
-            begin = begins[c]
-            if begin is None:
-                low = self.next_round(c, length, 0)
-                begin = (low, bounds[low])
-            now, at = begin
-            while True:
-                ran = min(length, bounds[now + 1] - at)
-                counts.append(ran)
-                rounds.append(now)
-                length, at = length - ran, at + ran
-                if length == 0:
-                    break
-                now = self.next_round(c, length, now + 1)
-                at = bounds[now]
-            if chains.children[c]:
-                heir = self.heir(c, at, now + 1) if self.boundary else -1
-                for child in chains.children[c]:
-                    if child == heir:
-                        begins[child] = (now, at)
-                    else:
-                        low = self.next_round(child, chains.length[child], now + 1)
-                        begins[child] = (low, bounds[low])
-        return np.repeat(np.array(rounds, np.int64), np.array(counts, np.int64))
-
-
-class _Exact(_Walk):
-    """Fewest cuts of chains. ``extra``: their number."""
-
-    def __init__(self, search: _Search, cuts: Sequence[int]) -> None:
-        super().__init__(search, cuts)
-        chains = self.chains
-        # Per chain: cost of starting at each time; cost of starting its last j blocks in round r or later.
-        self.start_cost: list[Array] = [np.zeros(0)] * len(chains.start)
-        self.later: list[list[Array]] = [[]] * len(chains.start)
-        leaves: dict[int, tuple[Array, list[Array]]] = {}
-        self.extra = 0
-        for c in range(len(chains.start) - 1, -1, -1):
-            if chains.children[c]:
-                self.start_cost[c], self.later[c] = self._chain(chains.length[c], self._below(c))
-            else:
-                length = chains.length[c]
-                if length not in leaves:
-                    leaves[length] = self._chain(length, np.zeros(self.total + 1, np.int64))
-                self.start_cost[c], self.later[c] = leaves[length]
-            if chains.parent[c] < 0:
-                self.extra += int(self.later[c][0][-1])
-
-    def _below(self, c: int) -> Array:
-        """Cost of all children if the chain ends at each time."""
-        out = np.full(self.total + 1, _NEVER, np.int64)
-        children = self.chains.children[c]
-        for r in range(self.rounds):
-            inside = slice(self.bounds[r] + 1, self.bounds[r + 1] + 1)
-            fresh = [int(self.later[child][r + 1][-1]) for child in children]
-            gain = np.zeros(inside.stop - inside.start, np.int64)
-            if self.boundary:
-                for child, cost in zip(children, fresh, strict=True):
-                    np.minimum(gain, self.start_cost[child][inside] - cost, out=gain)
-            np.minimum(sum(fresh) + gain, _NEVER, out=out[inside])
-        return out
-
-    def _chain(self, length: int, below: Array) -> tuple[Array, list[Array]]:
-        never = np.full(length + 1, _NEVER, np.int64)
-        later = [never] * (self.rounds + 1)
-        start = np.full(self.total + 1, _NEVER, np.int64)
-        for r in range(self.rounds - 1, -1, -1):
-            begin, end = self.bounds[r], self.bounds[r + 1]
-            room = end - begin
-            # The last j blocks from the start of the round; what does not fit is cut off, as late as possible.
-            row = never.copy()
-            fits = min(room, length)
-            row[: fits + 1] = below[begin : begin + fits + 1]
-            row[fits + 1 :] = 1 + later[r + 1][1 : length - fits + 1]
-            # The whole chain from each time of the round.
-            whole = max(0, room - length + 1)  # start times from which it fits
-            start[begin : begin + whole] = below[begin + length : begin + length + whole]
-            over = np.arange(max(begin, begin + whole), end) + length - end
-            start[end - len(over) : end] = 1 + later[r + 1][over]
-            row[0] = _NEVER
-            later[r] = np.minimum(np.minimum(row, later[r + 1]), _NEVER)
-        return np.minimum(start, _NEVER), later
-
-    def next_round(self, c: int, remaining: int, low: int) -> int:
-        wanted = self.later[c][low][remaining]
-        while low + 1 <= self.rounds and self.later[c][low + 1][remaining] == wanted < _NEVER:
-            low += 1
-        return low
-
-    def heir(self, c: int, at: int, low: int) -> int:
-        best, chosen = 0, -1
-        for child in self.chains.children[c]:
-            gain = int(self.start_cost[child][at]) - int(self.later[child][low][-1])
-            if gain < best:
-                best, chosen = gain, child
-        return chosen
-
-
-class _Greedy(_Walk):
-    """As early as possible; a child continues only if it must."""
-
-    def __init__(self, search: _Search, cuts: Sequence[int]) -> None:
-        super().__init__(search, cuts)
-        chains = self.chains
-        need = [0] * len(chains.start)
-        second = [0] * len(chains.start)
-        self.need = need
-        for c in range(len(chains.start) - 1, -1, -1):
-            if chains.children[c]:
-                value = second[c] if self.boundary else need[c]
-                need[c] = max(need[c], next(q for q in cuts if q >= value))
-            need[c] += chains.length[c]
-            p = chains.parent[c]
-            if p >= 0:
-                low, high = sorted((need[c], need[p]))
-                need[p], second[p] = high, max(second[p], low)
-
-    def next_round(self, c: int, remaining: int, low: int) -> int:
-        return low
-
-    def heir(self, c: int, at: int, low: int) -> int:
-        child = max(self.chains.children[c], key=self.need.__getitem__)
-        return child if self.need[child] > self.total - self.bounds[low] else -1
-
-
-assert math.log2(_NEVER) < 62  # sums over 2**22 children stay in int64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import itertools
+import math
 from typing import Literal
 
 import networkx
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests import chunk_twin, shared_rollouts
 from tests.strategies import Case, cases, rows_with_prefixes
+from treecompile.runtime import round_cuts, round_walk
 from treecompile.runtime import rounds as rounds_module
 from treecompile.runtime.chunks import ChunkCost, ChunkPlan, chunk_plan
 from treecompile.runtime.dag import unroll
@@ -218,18 +220,56 @@ def test_orders_and_least_rounds(parent: list[int], states: States) -> None:
 @given(preorders(0, 40), st.sampled_from(MODELS))
 def test_small_budgets_give_valid_plans(parent: list[int], states: States) -> None:
     full = solve(parent, states)
+    plans = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds_module, "STATES", 0)
-        greedy = solve(parent, states)
-        assert figures(greedy)[:2] == figures(full)[:2]
-        assert len(greedy.handoffs) >= len(full.handoffs)
-        assert not greedy.proved[1] or len(greedy.handoffs) == len(full.handoffs)
-        patch.setattr(rounds_module, "BUDGET", -1)
-        least = solve(parent, states)
-    if parent:
-        assert least.proved == (False, False)
-    assert least.count == full.count
-    assert figures(least) >= figures(full)
+        patch.setattr(round_walk, "STATES", -1)
+        plans.append(solve(parent, states))
+        patch.setattr(round_cuts, "VISITS", 0)
+        plans.append(solve(parent, states))
+        patch.setattr(rounds_module, "FIRST", -1)
+        plans.append(solve(parent, states))
+    assert not parent or plans[-1].proved == (False, False)
+    assert figures(plans[0])[:2] == figures(full)[:2]
+    for plan in plans:
+        assert plan.count == full.count
+        assert not full.proved[0] or figures(plan)[1] >= figures(full)[1]
+        assert not plan.proved[0] or figures(plan)[1] == figures(full)[1]
+        assert not (full.proved[1] and plan.proved[1]) or figures(plan) == figures(full)
+
+
+@settings(max_examples=40, deadline=None)
+@given(preorders(12, 30), st.sampled_from(MODELS))
+def test_the_search_finds_what_trying_all_cuts_finds(parent: list[int], states: States) -> None:
+    rounds = solve(parent, states)
+    total = int(rounds.longest.sum())
+    if math.comb(total - 1, rounds.count - 1) > 2_000:
+        return
+    assert rounds.proved[0]
+    children = [[c for c in range(len(parent)) if parent[c] == n] for n in range(len(parent))]
+    # Single blocks as chains: a chain may be cut anywhere, so nothing but branching rounds up.
+    for cuts in itertools.combinations(range(1, total - 1), rounds.count - 1):
+        assert _need(parent, children, cuts, states) >= total, cuts
+    assert total >= max(_depths(parent))
+
+
+def _depths(parent: list[int]) -> list[int]:
+    out: list[int] = []
+    for above in parent:
+        out.append(1 + (out[above] if above >= 0 else 0))
+    return out
+
+
+def _need(parent: list[int], children: list[list[int]], cuts: tuple[int, ...], states: States) -> float:
+    """Steps that the forest needs if rounds end at these cuts, counted from the last step backwards."""
+    need = [1.0] * len(parent)
+    for n in range(len(parent) - 1, -1, -1):
+        below = sorted((need[c] for c in children[n]), reverse=True)
+        if len(below) > 1:
+            value = below[states == "boundary"]
+            need[n] += max(below[0], next((q for q in cuts if q >= value), math.inf))
+        elif below:
+            need[n] += below[0]
+    return max(need[n] for n, above in enumerate(parent) if above < 0)
 
 
 def test_a_trie_of_high_order_needs_a_search() -> None:
