@@ -10,42 +10,42 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from treecompile.runtime.round_cuts import NEVER, Chains, Cuts, needs
+from treecompile.runtime.round_cuts import NEVER, Chains, Cuts, Shapes, needs
 from treecompile.runtime.stretches import Array
 
 __all__ = ["STATES", "TRIALS", "assign"]
 
-STATES = 2_000_000  # (chain, time) states of one program; a round of a chain counts for 500 more
-TRIALS = 100_000  # visits of chains by all trials of further cuts
+STATES = 1_500_000  # (chain, time) states of one program; a round of a chain counts for 500 more
+TRIALS = 50_000  # visits of chains by all trials of further cuts
 _EXACT = 50  # visits that one round of one chain with children counts for in the program
 
 
-def assign(chains: Chains, boundary: bool, found: Cuts) -> tuple[Array, bool]:
+def assign(chains: Chains, shapes: Shapes, boundary: bool, found: Cuts) -> tuple[Array, bool]:
     """(round of every block, whether the handoffs are the fewest)."""
-    total, count = found.total, len(chains.start)
+    total, count = found.total, len(shapes.length)
+    inner = sum(map(bool, shapes.children))
     if count * (total + 500 * found.rounds) > STATES:
-        return _Greedy(chains, boundary, found.cuts, total).walk(), False
-    inner = sum(map(bool, chains.children))
-    best = _Exact(chains, boundary, found.cuts, total)
+        return _Greedy(chains, shapes, boundary, found.cuts, total).walk(), False
+    best = _Exact(chains, shapes, boundary, found.cuts, total)
     left, proved = TRIALS - _EXACT * inner * found.rounds, found.proved
-    for cuts in _other_cuts(chains, boundary, found):
+    for cuts in _other_cuts(shapes, boundary, found):
         if best.extra == 0:
             break
         if left < 0:
             proved = False
             break
         left -= count
-        if needs(chains, boundary, cuts)[0] <= total:
+        if needs(shapes, boundary, cuts)[0] <= total:
             left -= _EXACT * inner * found.rounds
-            made = _Exact(chains, boundary, cuts, total)
+            made = _Exact(chains, shapes, boundary, cuts, total)
             best = made if made.extra < best.extra else best
     return best.walk(), proved
 
 
-def _other_cuts(chains: Chains, boundary: bool, found: Cuts) -> Iterator[tuple[int, ...]]:
+def _other_cuts(shapes: Shapes, boundary: bool, found: Cuts) -> Iterator[tuple[int, ...]]:
     """Those at which chains end, and then every other choice."""
     known = {found.cuts}
-    ends = {v for v in needs(chains, boundary, found.cuts)[2] if 0 < v < found.total}
+    ends = {v for v in needs(shapes, boundary, found.cuts)[2] if 0 < v < found.total}
     for values in (ends, range(1, found.total)):
         for cuts in itertools.combinations(sorted(values), len(found.cuts)):
             if cuts not in known:
@@ -56,8 +56,10 @@ def _other_cuts(chains: Chains, boundary: bool, found: Cuts) -> Iterator[tuple[i
 class _Walk:
     """Rounds of all blocks, top down, for given cuts. Subclasses choose where there is a choice."""
 
-    def __init__(self, chains: Chains, boundary: bool, cuts: Sequence[int], total: int) -> None:
-        self.chains, self.boundary, self.total = chains, boundary, total
+    def __init__(
+        self, chains: Chains, shapes: Shapes, boundary: bool, cuts: Sequence[int], total: int
+    ) -> None:
+        self.chains, self.shapes, self.boundary, self.total = chains, shapes, boundary, total
         self.bounds = [0, *(total - q for q in reversed(cuts)), total] if total else [0]
         self.rounds = len(self.bounds) - 1
 
@@ -102,36 +104,34 @@ class _Walk:
 class _Exact(_Walk):
     """Fewest cuts of chains. ``extra``: their number."""
 
-    def __init__(self, chains: Chains, boundary: bool, cuts: Sequence[int], total: int) -> None:
-        super().__init__(chains, boundary, cuts, total)
-        # Per chain: cost of starting at each time; cost of starting its last j blocks in round r or later.
-        self.start_cost: list[Array] = [np.zeros(0)] * len(chains.start)
-        self.later: list[list[Array]] = [[]] * len(chains.start)
-        leaves: dict[int, tuple[Array, list[Array]]] = {}
-        self.extra = 0
-        for c in range(len(chains.start) - 1, -1, -1):
-            if chains.children[c]:
-                self.start_cost[c], self.later[c] = self._chain(chains.length[c], self._below(c))
-            else:
-                length = chains.length[c]
-                if length not in leaves:
-                    leaves[length] = self._chain(length, np.zeros(self.total + 1, np.int64))
-                self.start_cost[c], self.later[c] = leaves[length]
-            if chains.parent[c] < 0:
-                self.extra += int(self.later[c][0][-1])
+    def __init__(
+        self, chains: Chains, shapes: Shapes, boundary: bool, cuts: Sequence[int], total: int
+    ) -> None:
+        super().__init__(chains, shapes, boundary, cuts, total)
+        # Per shape: cost of starting at each time; cost of starting the first chain's last j blocks in round r or
+        # later.
+        self.start_cost: list[Array] = []
+        self.later: list[list[Array]] = []
+        for length, children in zip(shapes.length, shapes.children, strict=True):
+            below = self._below(children) if children else np.zeros(total + 1, np.int64)
+            start, later = self._chain(length, below)
+            self.start_cost.append(start)
+            self.later.append(later)
+        roots = (shapes.of[c] for c, p in enumerate(chains.parent) if p < 0)
+        self.extra = sum(int(self.later[root][0][-1]) for root in roots)
 
-    def _below(self, c: int) -> Array:
-        """Cost of all children if the chain ends at each time."""
+    def _below(self, children: list[tuple[int, int]]) -> Array:
+        """Cost of all children if the chain above them ends at each time."""
         out = np.full(self.total + 1, NEVER, np.int64)
-        children = self.chains.children[c]
         for r in range(self.rounds):
             inside = slice(self.bounds[r] + 1, self.bounds[r + 1] + 1)
-            fresh = [int(self.later[child][r + 1][-1]) for child in children]
+            fresh = [int(self.later[child][r + 1][-1]) for child, _ in children]
+            every = sum(count * cost for (_, count), cost in zip(children, fresh, strict=True))
             gain = np.zeros(inside.stop - inside.start, np.int64)
             if self.boundary:
-                for child, cost in zip(children, fresh, strict=True):
+                for (child, _), cost in zip(children, fresh, strict=True):
                     np.minimum(gain, self.start_cost[child][inside] - cost, out=gain)
-            np.minimum(sum(fresh) + gain, NEVER, out=out[inside])
+            np.minimum(every + gain, NEVER, out=out[inside])
         return out
 
     def _chain(self, length: int, below: Array) -> tuple[Array, list[Array]]:
@@ -156,15 +156,17 @@ class _Exact(_Walk):
         return np.minimum(start, NEVER), later
 
     def next_round(self, c: int, remaining: int, low: int) -> int:
-        wanted = self.later[c][low][remaining]
-        while low + 1 <= self.rounds and self.later[c][low + 1][remaining] == wanted < NEVER:
+        later = self.later[self.shapes.of[c]]
+        wanted = later[low][remaining]
+        while low < self.rounds and later[low + 1][remaining] == wanted < NEVER:
             low += 1
         return low
 
     def heir(self, c: int, at: int, low: int) -> int:
         best, chosen = 0, -1
         for child in self.chains.children[c]:
-            gain = int(self.start_cost[child][at]) - int(self.later[child][low][-1])
+            shape = self.shapes.of[child]
+            gain = int(self.start_cost[shape][at]) - int(self.later[shape][low][-1])
             if gain < best:
                 best, chosen = gain, child
         return chosen
@@ -173,24 +175,16 @@ class _Exact(_Walk):
 class _Greedy(_Walk):
     """As early as possible; a child continues only if it must."""
 
-    def __init__(self, chains: Chains, boundary: bool, cuts: Sequence[int], total: int) -> None:
-        super().__init__(chains, boundary, cuts, total)
-        need = [0] * len(chains.start)
-        second = [0] * len(chains.start)
-        self.need = need
-        for c in range(len(chains.start) - 1, -1, -1):
-            if chains.children[c]:
-                value = second[c] if self.boundary else need[c]
-                need[c] = max(need[c], next(q for q in cuts if q >= value))
-            need[c] += chains.length[c]
-            p = chains.parent[c]
-            if p >= 0:
-                low, high = sorted((need[c], need[p]))
-                need[p], second[p] = high, max(second[p], low)
+    def __init__(
+        self, chains: Chains, shapes: Shapes, boundary: bool, cuts: Sequence[int], total: int
+    ) -> None:
+        super().__init__(chains, shapes, boundary, cuts, total)
+        self.need = needs(shapes, boundary, cuts)[3]
 
     def next_round(self, c: int, remaining: int, low: int) -> int:
         return low
 
     def heir(self, c: int, at: int, low: int) -> int:
-        child = max(self.chains.children[c], key=self.need.__getitem__)
-        return child if self.need[child] > self.total - self.bounds[low] else -1
+        need = {child: self.need[self.shapes.of[child]] for child in self.chains.children[c]}
+        child = max(need, key=need.__getitem__)
+        return child if need[child] > self.total - self.bounds[low] else -1

@@ -50,7 +50,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treecompile.runtime.errors import OptionError
-from treecompile.runtime.round_cuts import FIRST, Chains, States, search
+from treecompile.runtime.round_cuts import FIRST, Chains, Shapes, States, search
 from treecompile.runtime.round_walk import assign
 from treecompile.runtime.stretches import Array
 
@@ -153,8 +153,9 @@ def plan_rounds(parent: Array, after: Array, states: States, stops: Array | None
     for c, p in enumerate(chains.parent):
         if p >= 0:
             chains.children[p].append(c)
-    cuts = search(chains, states == "boundary", count)
-    step, fewest = assign(chains, states == "boundary", cuts)
+    shapes = Shapes.find(chains)
+    cuts = search(shapes, states == "boundary", count)
+    step, fewest = assign(chains, shapes, states == "boundary", cuts)
     return _assemble(parent, branching, step, states, count, (cuts.proved, fewest))
 
 

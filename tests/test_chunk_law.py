@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -189,7 +190,31 @@ def test_an_empty_tree_is_refused() -> None:
         run_rounds(plan, lambda *_: pytest.fail("called"), inputs(0), torch.zeros(1))
 
 
-def test_doctest() -> None:
-    failed, count = doctest.testmod(importlib.import_module("treecompile.runtime.ops.chunk_reference"))
+@settings(max_examples=40, deadline=None)
+@given(
+    cases(), st.sampled_from([1, 2, 3, 5]), st.sampled_from([1, 2, 4]), st.sampled_from(["boundary", "final"])
+)
+def test_tails_continue_a_convolution(case: Case, chunk: int, width: int, states: States) -> None:
+    """A causal convolution over each sequence and the tail before it gives what rows run alone give."""
+    tree = build(case)
+    plan = chunk_plan(tree, chunk)
+    rng = np.random.default_rng(0)
+    taps, x = rng.integers(1, 100, width), rng.integers(1, 1000, tree.n + 1)
+    x[-1] = 0  # what a token before the first one reads
+    tails, found = plan.tails(width), np.zeros(tree.n, np.int64)
+    for call in plan.calls(states):
+        for begin, end in itertools.pairwise(call.offsets.tolist()):
+            head = call.block[np.searchsorted(call.block_offsets, begin)]
+            tokens = np.concatenate([tails[head], call.index[begin:end]])
+            out = np.convolve(x[tokens], taps)[width - 1 : len(tokens)]
+            own = call.owned[begin:end]
+            found[call.index[begin:end][own]] = out[own]
+    for row in chunk_twin.trajectories(case, tree.row_index):
+        np.testing.assert_array_equal(found[row], np.convolve(x[row], taps)[: len(row)])
+
+
+@pytest.mark.parametrize("module", ["chunk_reference", "chunk_rounds"])
+def test_doctests(module: str) -> None:
+    failed, count = doctest.testmod(importlib.import_module(f"treecompile.runtime.ops.{module}"))
     assert failed == 0
     assert count > 0

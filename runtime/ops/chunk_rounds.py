@@ -42,6 +42,21 @@ def run_rounds(
 
     Raises:
         OptionError: an unknown ``states``, or a tree without blocks (nothing says the shape of its outputs).
+
+    Example:
+        >>> from treecompile.runtime.chunks import chunk_plan
+        >>> from treecompile.runtime.tree import RolloutTree
+        >>> plan = chunk_plan(RolloutTree.from_rows([[1, 2, 3], [1, 2, 4]]), 2, row_states=True)
+        >>> def total(inputs, offsets, initial):  # a recurrence: the sum so far
+        ...     parts = zip(torch.tensor_split(inputs[0], offsets[1:-1]), initial, strict=True)
+        ...     sums = [start + part.cumsum(0) for part, start in parts]
+        ...     final = torch.stack([x[-1] for x in sums])
+        ...     return ChunkResult(torch.cat(sums), final, final)
+        >>> run_rounds(plan, total, [torch.tensor([1.0, 2.0, 3.0, 4.0])], torch.tensor(0.0), "final")
+        (tensor([1., 3., 6., 7.]), tensor([6., 7.]))
+
+    Notes:
+        Gathers and scatters are those of PyTorch: a reference, not the fastest executor.
     """
     calls, rounds = plan.calls(states), plan.rounds(states)
     if not calls:
