@@ -11,7 +11,7 @@ block whose state an earlier round left. Two models of what a call gives back:
   its sequence, and so does one whose state is wanted for itself (a *stop*; below, "branches" includes them).
 
 **Rounds.** Let a block's *order* be 1 for a leaf, and otherwise the largest order among its children, plus 1 if
-two children (boundary; the Strahler number) or the block itself branches (final).
+two children have that order (boundary; the Strahler number) or the block itself branches (final).
 
 *No fewer.* By induction on the trie, a block of order k needs k rounds counted from its own. Boundary: if two
 children have order k - 1, one of them starts after the block's round and needs k - 1 more. Final: all children
