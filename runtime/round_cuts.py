@@ -23,7 +23,7 @@ __all__ = ["FIRST", "NEVER", "VISITS", "Chains", "Cuts", "Shapes", "States", "ne
 States = Literal["boundary", "final"]
 
 FIRST = 200_000  # chains times rounds; above that there is no search
-VISITS = 1_500_000  # visits of (shape, choice) by the passes of the search
+VISITS = 800_000  # visits of (shape, choice) by the passes of the search
 NEVER = 1 << 40
 _LEVEL = 1_500  # visits that a level of chains counts for, whatever it holds
 _AT_ONCE = 128  # choices
