@@ -87,7 +87,7 @@ class Program:
     checkpoint: bool = _of(False, False, False, True)
     no_grad: bool = _of(False, False, False, False, False, False, False, True)
     refused: str = _of(*["none"] * 40, "flip", "prefix")
-    lowered: str = _of("graph", "aot")
+    lowered: str = _of("graph", "graph", "graph", "aot")
     dynamic: bool = _of(False, False, True)
 
 

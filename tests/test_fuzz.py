@@ -25,7 +25,6 @@ FOUND = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_models_on_random_trees(seed: int, tmp_path: Path) -> None:
     total = run_all(CASES, seed, tmp_path, tries=25)
