@@ -22,6 +22,7 @@ from torch import fx
 
 import treecompile.runtime.ops  # noqa: F401  (registers treecompile::*)
 from treecompile.passes.axes import Dim, Dims, resolve
+from treecompile.passes.heads import Head
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.lower import REGION, region_of
 from treecompile.passes.ops.reductions import reduced
@@ -31,6 +32,7 @@ from treecompile.passes.rule import lookup, value_of
 from treecompile.passes.sites import AttentionSite
 from treecompile.passes.values import Kind
 from treecompile.runtime.losses import label_index, weighted_reduction
+from treecompile.runtime.ops import kept_rows
 from treecompile.runtime.program import WHOLE, ExpandSpec, Input, PackSpec, Region
 
 __all__ = ["Emitter", "Extract", "Finish", "extract"]
@@ -55,12 +57,14 @@ class Emitter:
 
     kinds: Kinds
     source: fx.Graph
+    heads: dict[fx.Node, Head] = field(default_factory=dict)
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[Input] = field(default_factory=list)
     env: dict[fx.Node, Any] = field(default_factory=dict)
     emitted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _inputs: dict[Input, fx.Node] = field(default_factory=dict)
     _now: fx.Node | None = None
+    _fused: dict[Head, fx.Node] = field(default_factory=dict)
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +227,8 @@ class Emitter:
         value = self.kinds.values[node]
         if value.kind is Kind.OTHER:
             return []
+        if node in self.heads:
+            return self.heads[node].needs
         if value.kind is Kind.GRID and (
             not self.kinds.token_axes(self.dims(node)) or self.kinds.packs_itself(node)
         ):
@@ -244,6 +250,9 @@ class Emitter:
             self.get(node)
             return
         if value.kind is Kind.OTHER:
+            return
+        if node in self.heads:
+            self.env[node] = self._read_head(node, self.heads[node])
             return
         if value.kind is Kind.PRIVATE:
             self.env[node] = self._picked(node)
@@ -337,19 +346,60 @@ class Emitter:
 
     def _picked(self, node: fx.Node) -> fx.Node:
         """One entry per grid position from packed rows: gather(logits, label), or log-softmax of it for a loss."""
-        form = self.kinds.values[node].form
-        x, index = self.kinds.values[node].data
-        region = self.kinds.region(x) or WHOLE
+        x = self.kinds.values[node].data[0]
         packed = self.get(x)
         width = int(value_of(x).shape[-1])
         flat = self.call(aten.reshape.default, (packed, [-1, width]), node)
-        if form == "cross_entropy":
+        if self.kinds.values[node].form == "cross_entropy":
             flat = self.call(aten.log_softmax.int, (flat, -1), node)
-        layout = [self.input(Input(name, "", region)) for name in ("row_index", "offsets", "positions")]
+        return self.call(ops.gather_expand.default, (flat, *self._labels(node)), node)
+
+    def _labels(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Where a pick reads: row_index, labels, offsets, positions."""
+        x, index = self.kinds.values[node].data
+        region = self.kinds.region(x) or WHOLE
+        row_index, offsets, positions = (
+            self.input(Input(name, "", region)) for name in ("row_index", "offsets", "positions")
+        )
         chosen = self.input(Input("index", index.name, region))
-        ignore = arg(node, 4, "ignore_index", -100) if form == "cross_entropy" else None
-        chosen = self.call(label_index, (chosen, width, ignore), node)
-        return self.call(ops.gather_expand.default, (flat, layout[0], chosen, layout[1], layout[2]), node)
+        ignored = self.kinds.values[node].form == "cross_entropy"
+        ignore = arg(node, 4, "ignore_index", -100) if ignored else None
+        chosen = self.call(label_index, (chosen, int(value_of(x).shape[-1]), ignore), node)
+        return row_index, chosen, offsets, positions
+
+    def _read_head(self, node: fx.Node, head: Head) -> fx.Node:
+        """What the captured graph computes from the logits, from the op that does not keep them."""
+        if head not in self._fused:
+            self._fused[head] = self._write_head(node, head)
+        at = 0 if node is head.picked else 1 if node in head.lse else 2
+        found = self.call(operator.getitem, (self._fused[head], at), node)
+        if at == 0:
+            return found
+        if at == 2:  # the captured sum is that of p log p
+            found = self.call(aten.neg.default, (found,), node)
+        found = self.call(aten.to.dtype, (found, head.dtype), node)
+        sizes = [-1 if self.is_token_dim(dim) else self.size(dim, node) for dim in self.dims(node)]
+        return self.call(aten.reshape.default, (found, sizes), node)
+
+    def _write_head(self, node: fx.Node, head: Head) -> fx.Node:
+        hidden, weight, *bias = (a for a in head.linear.args if isinstance(a, fx.Node))
+        given = [self.get(x) for x in (hidden, weight, *bias)]
+        for i, x in enumerate(
+            (hidden, weight, *bias)
+        ):  # under autocast; there the trace does not know all dtypes
+            if value_of(x).dtype != head.computed or value_of(head.linear).dtype != head.computed:
+                given[i] = self.call(aten.to.dtype, (given[i], head.computed), head.linear)
+        rows = self.call(aten.reshape.default, (given[0], [-1, int(value_of(weight).shape[1])]), head.linear)
+        for take in head.takes:
+            rows = self.call(ops.take.default, (rows, self.rows(self.kinds.region(take) or WHOLE), 0), take)
+        factor = None if head.factor is None else self._quantity(head.factor)
+        row_index, labels, offsets, positions = self._labels(head.picked)
+        keep = self.call(kept_rows, (rows, head.chunk), node)
+        args = (
+            rows, given[1], given[2] if bias else None, row_index, labels, offsets, positions, factor,
+            head.chain, head.normalized, bool(head.spread), keep, head.chunk,
+        )  # fmt: skip
+        return self.call(ops.selective_log_probs.default, args, node)
 
     # ---- attention ------------------------------------------------------------------------------------------------
 

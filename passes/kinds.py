@@ -703,7 +703,7 @@ class Kinds:
             for a, b in zip(value_of(x).shape[:-1], value_of(index).shape, strict=False)
         ):
             return None
-        if not self._is_region(dims[:-1]):
+        if not self.is_region(dims[:-1]):
             return None
         return Value(Kind.PRIVATE, form="gather", data=(x, index))
 
@@ -713,7 +713,7 @@ class Kinds:
             self.values[index].kind is Kind.GRID and self._blocked(node, lookup(node.target), [index]) is None
         )
 
-    def _is_region(self, dims: Dims) -> bool:
+    def is_region(self, dims: Dims) -> bool:
         """Batch and sequence (or a selection), in grid order, and nothing else."""
         axes = [axis for dim in dims for axis in resolve(dim)]
         if len(self.token_axes(dims)) != len(axes) or len(self.seq_axes(dims)) != 1:
@@ -729,7 +729,7 @@ class Kinds:
         plain = weight is None and smoothing == 0.0 and integral and len(dims) == 2
         if self.values[x].kind is not Kind.SHARED or not plain or not self._pre_evaluable(target):
             return None
-        if not self._is_region(dims[:1]) or self.token_axes(dims[1:]):
+        if not self.is_region(dims[:1]) or self.token_axes(dims[1:]):
             return None
         return Value(Kind.PRIVATE, form="cross_entropy", data=(x, target))
 

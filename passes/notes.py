@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from treecompile.passes.axes import Dim, resolve
+from treecompile.passes.heads import CHUNK_BYTES, Head
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.reasons import Reason, name_of, user_line
 from treecompile.passes.rule import value_of
@@ -158,17 +159,30 @@ _LABELS = {
 }  # fmt: skip
 
 
-def rewrites(kinds: Kinds, env: dict[fx.Node, Any]) -> list[Rewrite]:
+def rewrites(kinds: Kinds, env: dict[fx.Node, Any], heads: dict[fx.Node, Head]) -> list[Rewrite]:
     """Every captured node that the packed graph writes in another form, in graph order."""
     out = []
     for node, value in kinds.values.items():
         form = "pack" if _is_packed_input(kinds, node) else value.form
-        if node in env and (form == "pack" or form in _LABELS):
+        if node in env and node in heads:
+            if node is heads[node].picked:
+                out.append(_head(kinds, heads[node]))
+        elif node in env and (form == "pack" or form in _LABELS):
             where, source = user_line(node)
             before = f"{_name(node)}  {shape_text(kinds, node, packed=False)}{_detail(kinds, node)}"
             after = _after(kinds, node, form)
             out.append(Rewrite(_LABELS.get(form, form), before, after, where, source))
     return out
+
+
+def _head(kinds: Kinds, head: Head) -> Rewrite:
+    where, source = user_line(head.picked)
+    before = f"{_name(head.picked)}  {shape_text(kinds, head.picked, packed=False)}"
+    packed, grid = (shape_text(kinds, head.end, packed=p) for p in (True, False))
+    read = ["entropy"] * bool(head.spread) + ["log-sum-exp"] * bool(head.lse)
+    also = f", with {' and '.join(read)}" if read else ""
+    text = f"one entry per position{also}; {packed} in chunks of {CHUNK_BYTES >> 20} MiB, no {grid}"
+    return Rewrite("selective_log_probs", before, f"selective_log_probs  {text}", where, source)
 
 
 def _is_packed_input(kinds: Kinds, node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch import fx
 from treecompile.passes.axes import resolve
 from treecompile.passes.demand import Demand
 from treecompile.passes.emit import Emitter, Extract, Finish, expand_spec, extract, outline_regions, pack_spec
+from treecompile.passes.heads import find_heads
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
 from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
@@ -149,11 +150,12 @@ def _assemble(
         demand = demands.of([*cut.frontier, *cut.weighted()]) if padded else ""
         told["note"] = f"masked positions are read {_where_read(demand)}" if padded else "no padding"
     with clock.step("emit") as told:
-        emitter = Emitter(kinds, lowered.graph)
+        heads = find_heads(kinds)
+        emitter = Emitter(kinds, lowered.graph, heads)
         emitter.run(cut.frontier)
         emitter.graph.output(tuple(emitter.get(node) for node in cut.frontier))
         mark(kinds, emitter.env)
-        rewritten = rewrites(kinds, emitter.env)
+        rewritten = rewrites(kinds, emitter.env, heads)
         packed = fx.GraphModule(lowered, emitter.graph)
         _drop_dead(packed)
         told["changed"] = len(rewritten)

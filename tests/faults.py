@@ -39,6 +39,7 @@ __all__ = ["FAULTS", "LAWS", "Fault", "Law", "Prepared"]
 
 aten = torch.ops.aten
 expand = importlib.import_module("treecompile.runtime.ops.expand")  # its name in the package is the op
+selective = importlib.import_module("treecompile.runtime.ops.selective_log_probs")  # as well
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -492,6 +493,17 @@ def equal_labels_overwrite_each_other(patch: pytest.MonkeyPatch) -> None:
         return out
 
     _around(patch, expand, "label_sum", last)
+    _around(patch, selective, "label_sum", last)
+
+
+@fault("logprob")
+def probabilities_weighted_by_one_branch(patch: pytest.MonkeyPatch) -> None:
+    """The gradient of a log-sum-exp, where a row has several labels."""
+
+    def first(real: Any, grad: Tensor, offsets: Tensor, positions: Tensor) -> Tensor:
+        return grad.index_select(0, positions[offsets[:-1]])
+
+    _around(patch, selective, "segment_sum", first)
 
 
 @fault("last", "inner")

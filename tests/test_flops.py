@@ -23,6 +23,7 @@ import treecompile.lowering
 from tests.models import FAMILIES, VOCAB, Family
 from tests.test_models import choose
 from treecompile import backend
+from treecompile.passes import heads
 from treecompile.runtime.ops.attention_plan import count_pieces
 
 pytest.importorskip("transformers")
@@ -109,7 +110,12 @@ def counter() -> FlopCounterMode:
     ops = torch.ops.treecompile
     return FlopCounterMode(
         display=False,
-        custom_mapping={ops.tree_attention: _attention, ops.tree_attention_backward: _attention_backward},
+        custom_mapping={
+            ops.tree_attention: _attention,
+            ops.tree_attention_backward: _attention_backward,
+            ops.selective_log_probs: _head,
+            ops.selective_log_probs_backward: _head_backward,
+        },
     )
 
 
@@ -129,7 +135,20 @@ def _attention_backward(
     return 2 * q.shape[1] * pairs * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-_attention._get_raw = _attention_backward._get_raw = True  # type: ignore[attr-defined]
+def _head(hidden: Tensor, weight: Tensor, *more: Any, out_val: Any = None) -> int:
+    """The logits; `tests/test_selective_log_probs.py` counts the products of the op itself."""
+    return 2 * hidden.shape[0] * weight.numel()
+
+
+def _head_backward(*args: Any, out_val: Any = None) -> int:
+    """Gradients of rows and weight, and the logits again unless they were kept."""
+    hidden, weight, kept, needs = args[3], args[4], args[13], args[16]
+    products = sum(needs[:2]) + (kept.shape[0] == 0)
+    return 2 * products * int(hidden.shape[0] * weight.numel())
+
+
+for _count in (_attention, _attention_backward, _head, _head_backward):
+    _count._get_raw = True  # type: ignore[attr-defined]
 
 
 def matrices(model: nn.Module) -> tuple[int, int]:
@@ -192,3 +211,46 @@ def test_arithmetic_is_that_of_distinct_tokens(name: str) -> None:
     assert size.tokens < 0.6 * ids.numel()
     assert forward.get_total_flops() == pytest.approx(linear + attention, rel=0.01)
     assert backward.get_total_flops() == pytest.approx(2 * linear + again, rel=0.01)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["logits fit a chunk", "logits in chunks"])
+def test_arithmetic_of_log_probs(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is computed for its packed rows: three products, or four where its logits are not kept."""
+    monkeypatch.setattr(heads, "CHUNK_BYTES", 8 * VOCAB * 4 if again else 1 << 30)
+    family = FAMILIES["handwritten"]
+    model = family.build()
+    ids, mask = rows()
+    counted = Counted()
+
+    def log_probs(ids: Tensor, mask: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=ids, attention_mask=mask, logits_to_keep=KEEP)["logits"][:, :-1]
+        return logits.log_softmax(-1).gather(-1, ids[:, 1 - KEEP :, None]).squeeze(-1)
+
+    call = torch.compile(log_probs, backend=counted)
+    call(ids, mask).sum().backward()  # compiles
+    forward = counted.mode = counter()
+    picked = call(ids, mask)
+    with counter() as backward:
+        picked.sum().backward()
+    assert backend.counters["packed"] == 2
+    assert not backend.counters["dense"]
+
+    size = Size.of(ids, mask, KEEP)
+    before = size.head - len(
+        {tuple(row[seen.bool()].tolist()) for row, seen in zip(ids, mask, strict=True) if seen[-1]}
+    )
+    layers, head = matrices(model)
+    depth, count, query, value = attention_sizes(model, family)
+    tokens, product = 2 * size.tokens * layers, 2 * before * head
+    pairs = 2 * depth * count * size.pairs
+    assert forward.get_total_flops() == pytest.approx(tokens + product + pairs * (query + value), rel=0.01)
+    expected = 2 * tokens + (3 if again else 2) * product + pairs * (3 * query + 2 * value)
+    assert backward.get_total_flops() == pytest.approx(expected, rel=0.01)
+    (of_head,) = (
+        n for op, n in forward.get_flop_counts()["Global"].items() if "selective_log_probs" in str(op)
+    )
+    assert of_head == product
+    again_of_head = sum(
+        n for op, n in backward.get_flop_counts()["Global"].items() if "selective_log_probs" in str(op)
+    )
+    assert again_of_head == (3 if again else 2) * product

@@ -91,7 +91,7 @@ def test_golden_language_models(name: str, attention: str) -> None:
 def test_golden_module() -> None:
     ids, _ = rollouts()
     report = treecompile.explain(Toy(after=log_probs), ids, ids, torch.ones(4))
-    assert report.rewritten == {"pack": 1, "tree_attention": 1, "sub_layout": 1, "gather_expand": 1}
+    assert report.rewritten == {"pack": 1, "tree_attention": 1, "selective_log_probs": 1}
     assert_golden("module-report", str(report))
     for stage in STAGES:
         assert_golden(f"module-{stage}", report[stage])

@@ -11,6 +11,12 @@ from treecompile.runtime.ops.expand import (
     take,
     take_backward,
 )
+from treecompile.runtime.ops.selective_log_probs import (
+    kept_rows,
+    selective_log_probs,
+    selective_log_probs_backward,
+    selective_log_probs_reference,
+)
 
 __all__ = [
     "PieceCount",
@@ -19,8 +25,12 @@ __all__ = [
     "expand_backward",
     "gather_expand",
     "gather_expand_backward",
+    "kept_rows",
     "plan_header",
     "plan_pieces",
+    "selective_log_probs",
+    "selective_log_probs_backward",
+    "selective_log_probs_reference",
     "take",
     "take_backward",
     "tree_attention",

@@ -1,0 +1,248 @@
+"""The head in one op: equal to the head written out, at any chunk size; and what it holds and computes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.test_expand import Maps, maps, random_maps
+from treecompile.runtime.ops import (
+    kept_rows,
+    selective_log_probs,
+    selective_log_probs_backward,
+    selective_log_probs_reference,
+)
+from treecompile.runtime.ops.selective_log_probs import _backward, _forward
+
+WIDTH, COLUMNS = 4, 11
+SOFTCAP = "div:3.0 tanh mul:3.0"
+CHAINS = ("", "div:0.7", "mul:factor", f"{SOFTCAP} div:factor", "to:float64 div:1.5", f"to:float64 {SOFTCAP}")
+# Rows of a chunk: everything at once, several, one.
+CHUNKS = (100, 3, 1)
+# Several labels of one row, equal ones, dropped positions, a row without a position; one row; nothing kept; nothing.
+LAYOUTS = {
+    "fork": maps([0, 0, 0, 2, -1, 3, 3, 1, -1, 0], 5),
+    "random": random_maps(7, 40, 0.2),
+    "one": maps([0, 0, -1], 1),
+    "dropped": maps([-1, -1], 2),
+    "no positions": maps([], 3),
+    "no rows": maps([-1, -1], 0),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "large": {},
+    "two rows a tile": {"_TILE_ROWS": 2},
+    "few entries on the CPU": {"_CPU_ENTRIES": 2 * COLUMNS},
+    "as on a device": {"_on_device": lambda x: True},
+}
+
+
+class Case:
+    """Arguments of one call."""
+
+    def __init__(
+        self, layout: Maps, dtype: torch.dtype = torch.float64, bias: bool = True, columns: int = COLUMNS
+    ) -> None:
+        g = torch.Generator().manual_seed(5)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+
+        self.layout = layout
+        self.hidden, self.weight = draw(layout.rows, WIDTH), draw(columns, WIDTH)
+        self.bias = draw(columns) if bias else None
+        drawn = torch.randint(0, columns, layout.row_index.shape, generator=g)
+        repeated = torch.where(torch.rand(drawn.shape, generator=g) < 0.3, 1, drawn)
+        self.labels = torch.where(layout.row_index >= 0, repeated, -100)
+        self.factor = torch.tensor(1.3, dtype=dtype)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [x for x in (self.hidden, self.weight, self.bias) if x is not None]
+
+    def args(self, chain: str, normalized: bool = True, chunk: int = 3) -> tuple[Any, ...]:
+        layout = self.layout
+        tree = (layout.row_index, self.labels, layout.offsets, layout.positions)
+        keep = kept_rows(self.hidden, chunk)
+        return (self.hidden, self.weight, self.bias, *tree, self.factor, chain, normalized, True, keep, chunk)
+
+    def call(self, chain: str, normalized: bool = True, chunk: int = 3) -> tuple[Tensor, ...]:
+        return tuple(selective_log_probs(*self.args(chain, normalized, chunk))[:3])
+
+    def reference(self, chain: str, normalized: bool = True) -> tuple[Tensor, ...]:
+        return selective_log_probs_reference(
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.layout.row_index,
+            self.labels,
+            self.factor,
+            chain,
+            normalized,
+        )
+
+    def grads(self, outputs: tuple[Tensor, ...], which: tuple[int, ...] = (0, 1, 2)) -> list[Tensor]:
+        g = torch.Generator().manual_seed(6)
+        drawn = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in outputs]
+        total = torch.stack([(outputs[i] * drawn[i]).sum() for i in which]).sum()
+        found = torch.autograd.grad(total, self.leaves, allow_unused=True)
+        return [torch.zeros_like(x) if y is None else y for x, y in zip(self.leaves, found, strict=True)]
+
+
+@pytest.fixture(params=SIZES.values(), ids=SIZES.keys())
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of the backward pass that hold all rows, and tiles that do not; logits that are read block by block."""
+    for name, value in request.param.items():
+        monkeypatch.setattr(sys.modules[_forward.__module__], name, value)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("normalized", [True, False], ids=["log-probs", "logits"])
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_the_head_written_out(name: str, chain: str, normalized: bool) -> None:
+    for chunk, bias in itertools.product(CHUNKS, (True, False)):
+        case = Case(LAYOUTS[name], bias=bias)
+        found, expected = case.call(chain, normalized, chunk), case.reference(chain, normalized)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for which in ((0, 1, 2), *(((0,), (1,), (2,), (0, 2)) if chunk == 3 and bias else ())):
+            first = case.grads(case.call(chain, normalized, chunk), which)
+            second = case.grads(case.reference(chain, normalized), which)
+            torch.testing.assert_close(first, second, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("chain", [CHAINS[0], CHAINS[3]])
+def test_gradcheck(chain: str, chunk: int) -> None:
+    case = Case(LAYOUTS["fork"])
+    rest = case.args(chain, True, chunk)[3:]
+    assert case.bias is not None
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(selective_log_probs(*leaves, *rest)[:3])
+
+    assert torch.autograd.gradcheck(function, (case.hidden, case.weight, case.bias))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_frozen_parts(chunk: int) -> None:
+    for frozen in (0, 1, 2):
+        case, whole = Case(LAYOUTS["fork"]), Case(LAYOUTS["fork"])
+        case.leaves[frozen].requires_grad_(False)
+        leaves = [x for x in case.leaves if x.requires_grad]
+        grads = torch.autograd.grad(case.call("", chunk=chunk)[0].sum(), leaves)
+        expected = torch.autograd.grad(whole.reference("")[0].sum(), whole.leaves)
+        torch.testing.assert_close(grads, tuple(e for i, e in enumerate(expected) if i != frozen))
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chain", ["", "div:0.7", "to:float32 div:0.7", SOFTCAP])
+def test_low_precision_errs_no_more_than_the_head_written_out(chain: str, dtype: torch.dtype) -> None:
+    layout = random_maps(64, 300, 0.1)
+    exact = Case(layout, dtype, columns=97)
+    for x in exact.leaves:
+        x.data = x.data.double()
+    exact.factor = exact.factor.double()
+    chain64 = chain.replace("to:float32", "to:float64")
+    true = [*(o := exact.reference(chain64)), *exact.grads(o)]
+    case = Case(layout, dtype, columns=97)
+    plain = [*(o := case.reference(chain)), *case.grads(o)]
+    for chunk in (100, 5):
+        ours = [*(o := case.call(chain, chunk=chunk)), *case.grads(o)]
+        assert o[0].dtype == plain[0].dtype
+        assert [x.dtype for x in ours[3:]] == [x.dtype for x in plain[3:]]
+        for a, b, c in zip(ours, plain, true, strict=True):
+            scale = float(c.detach().abs().max())
+            error, null = ((x.detach().double() - c.detach()).abs().max() for x in (a, b))
+            assert float(error) <= 1.5 * float(null) + 4 * torch.finfo(dtype).eps * scale
+
+
+def test_the_weight_is_summed_in_fp32_over_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 tiles of rows, whose shares bfloat16 cannot add up."""
+    monkeypatch.setattr(sys.modules[_forward.__module__], "_TILE_ROWS", 1)
+    layout = maps(list(range(512)), 512)
+    case = Case(layout, torch.bfloat16)
+    case.hidden.data.fill_(1.0)
+    case.labels = torch.zeros_like(case.labels)
+    found = torch.autograd.grad(case.call("to:float32", chunk=1)[0].sum(), case.weight)[0]
+    expected = torch.autograd.grad(case.reference("to:float32")[0].sum(), case.weight)[0]
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_repeat(dtype: torch.dtype) -> None:
+    first, second = (
+        [*(o := (case := Case(random_maps(40, 300, 0.1), dtype)).call("", chunk=7)), *case.grads(o)]
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    case = Case(LAYOUTS["fork"], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = case.call("")
+    torch.testing.assert_close(found, case.reference(""))
+
+
+def test_rows_of_minus_infinity_and_masked_columns() -> None:
+    case = Case(LAYOUTS["fork"])
+    assert case.bias is not None
+    with torch.no_grad():
+        case.bias[5:] = -torch.inf
+    found, expected = case.call("", chunk=2)[:2], case.reference("")[:2]
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        case.bias.fill_(-torch.inf)
+    torch.testing.assert_close(case.call("", chunk=2)[:2], case.reference("")[:2], equal_nan=True)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("name", ["fork", "one"])
+def test_opcheck(name: str, chunk: int) -> None:
+    case = Case(LAYOUTS[name], torch.float32)
+    args = case.args("to:float64 div:factor", chunk=chunk)
+    torch.library.opcheck(selective_log_probs, args)
+    picked, lse, spread, kept = (x.detach() for x in selective_log_probs(*args))
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in args[:8]]
+    grads = (torch.ones_like(picked), None, torch.ones_like(spread))
+    settings = ("to:float64 div:factor", True, [True, True, True], chunk)
+    torch.library.opcheck(selective_log_probs_backward, (*grads, *inputs, lse, spread, kept, *settings))
+
+
+def test_matrix_products() -> None:
+    """Three of them when the logits fit a chunk, four when they are computed again; fewer for what is frozen."""
+    case = Case(random_maps(16, 40, 0.0))
+    every, some = [True] * 3, [True, False, False]
+    for chunk, needs, expected in ((16, every, 3), (5, every, 4), (1, every, 4), (16, some, 2), (5, some, 3)):
+        args = tuple(x.detach() if isinstance(x, Tensor) else x for x in case.args("", chunk=chunk))
+        with FlopCounterMode(display=False) as counter:
+            picked, lse, spread, kept = _forward(*args)
+            grads = (torch.ones_like(picked), None, None)
+            _backward(*grads, *args[:8], lse, spread, kept, "", True, needs, chunk)
+        assert counter.get_total_flops() == expected * 2 * 16 * WIDTH * COLUMNS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_on_the_gpu(chain: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = random_maps(300, 2000, 0.1)
+    host, device = Case(layout, dtype, columns=500), Case(layout, dtype, columns=500)
+    device.layout, device.labels = layout.to("cuda"), device.labels.to("cuda")
+    for name in ("hidden", "weight", "bias"):
+        setattr(device, name, getattr(device, name).detach().cuda().requires_grad_())
+    expected = [*(o := host.reference(chain)), *host.grads(o)]
+    for rows, chunk in ((16384, 300), (16384, 64), (100, 64)):
+        monkeypatch.setattr(sys.modules[_forward.__module__], "_TILE_ROWS", rows)
+        found = [*(o := device.call(chain, chunk=chunk)), *device.grads(o)]
+        for a, b in zip(found, expected, strict=True):
+            scale = float(b.detach().abs().max())
+            bound = 64 * torch.finfo(dtype).eps * scale
+            torch.testing.assert_close(a.cpu(), b, rtol=0, atol=bound, check_dtype=dtype != torch.bfloat16)
