@@ -163,7 +163,12 @@ def _code(function: Callable[[Tensor], Tensor]) -> tuple[lowering.PackedCode, li
     graph.output((graph.call_function(function, (graph.placeholder("column"),)),))
     compilations: list[int] = []
     code = lowering.PackedCode(
-        fx.GraphModule({}, graph), [Input("tree", "column")], {}, "aot_eager", lambda: compilations.append(1)
+        fx.GraphModule({}, graph),
+        [Input("tree", "column")],
+        {},
+        "aot_eager",
+        "default",
+        lambda: compilations.append(1),
     )
     return code, compilations
 
@@ -199,7 +204,7 @@ def test_numbers_are_written_into_the_graph() -> None:
     x, k = graph.placeholder("column"), graph.placeholder("k")
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, k)),))
     inputs = [Input("tree", "column"), Input("number", "k")]
-    code = lowering.PackedCode(fx.GraphModule({}, graph), inputs, {}, "aot_eager", lambda: None)
+    code = lowering.PackedCode(fx.GraphModule({}, graph), inputs, {}, "aot_eager", "default", lambda: None)
     for n in (1, 5):
         for k_value in (2, 3):
             assert torch.equal(code((k_value,), _column(n))[0], _column(n)[0] * k_value)
@@ -210,7 +215,9 @@ def test_grad_mode_and_autocast_are_part_of_the_key() -> None:
     x, w = graph.placeholder("pack"), graph.placeholder("w")
     graph.output((graph.call_function(torch.ops.aten.matmul.default, (x, w)),))
     inputs = [Input("pack", "x"), Input("argument", "w")]
-    code = lowering.PackedCode(fx.GraphModule({}, graph), inputs, {"x": (-1, 4)}, "aot_eager", lambda: None)
+    code = lowering.PackedCode(
+        fx.GraphModule({}, graph), inputs, {"x": (-1, 4)}, "aot_eager", "default", lambda: None
+    )
     x_value, w_value = torch.randn(6, 4), torch.randn(4, 3, requires_grad=True)
     for _ in range(2):
         assert code((), [x_value, w_value])[0].requires_grad
