@@ -14,7 +14,17 @@ def run(trap: Trap) -> None:
     check(case.model, *case.args, expect=trap.expect, **case.settings)
 
 
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+# `make test` runs every second trap, `make test-all` the others, too.
+QUICK = {trap.name for trap in TRAPS[::2]}
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        pytest.param(trap, id=trap.name, marks=() if trap.name in QUICK else pytest.mark.slow)
+        for trap in TRAPS
+    ],
+)
 def test_trap(trap: Trap) -> None:
     lowering.clear()
     with as_written():
