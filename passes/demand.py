@@ -55,6 +55,7 @@ class Demand:
         self.shown = False
         self._early: dict[fx.Node, bool] = {}
         self._places: dict[tuple[object, ...], int] = {}
+        self._begun: list[int] = []
 
     def of(self, frontier: Iterable[fx.Node]) -> Any:
         """Grid positions at which any of these values is read: NOWHERE, EVERYWHERE or a boolean [B, T] node."""
@@ -67,6 +68,8 @@ class Demand:
             region = self.kinds.region(source)
             if region is None:
                 continue
+            places = map(self._place, axes_of(self.kinds.dims(source)))
+            self._begun = [place for place in places if place != _FEATURE]
             if value.form == "gather":
                 self._note_picked(source, node)
             read = self._labels(node, region) if value.form == "cross_entropy" else self._read(node, region)
@@ -111,7 +114,10 @@ class Demand:
         rule, facts = lookup(user.target), self.kinds.infer.facts[user]
         if rule is None or facts.opaque or rule.family not in _LOCAL:
             return False
-        tokens = {a.key() for a in axes_of(self.kinds.dims(node)) if self._place(a) != _FEATURE}
+        axes = axes_of(self.kinds.dims(node))
+        if not self._complete(map(self._place, axes)):
+            return False
+        tokens = {a.key() for a in axes if self._place(a) != _FEATURE}
         kept = {a.key() for a in axes_of(dim for out in facts.outs for dim in out)}
         return tokens <= kept and tokens.isdisjoint(a.key() for a in axes_of(facts.mixed))
 
@@ -143,7 +149,7 @@ class Demand:
             return EVERYWHERE
         dims = [[self._place(axis) for axis in resolve(dim)] for dim in self.kinds.dims(node)]
         order = [place for places in dims for place in places]
-        if order != sorted(order) or order.count(_ROW) > 1 or order.count(_POSITION) != 1:
+        if order != sorted(order) or not self._complete(order):
             return EVERYWHERE
         shape = value_of(factor).shape
         paired = zip(reversed(dims), reversed(shape), strict=False)
@@ -152,11 +158,20 @@ class Demand:
             return EVERYWHERE
         return self._call(runtime.nonzero_in, region, factor, invert, _ROW in read, _POSITION in read)
 
+    def _complete(self, places: Iterable[int]) -> bool:
+        """Whether a value has the rows and positions of where the walk began, in that order: a view may hide them."""
+        return [place for place in places if place != _FEATURE] == self._begun
+
     def _note_picked(self, source: fx.Node, picked: fx.Node) -> None:
         """A gather by labels has their axes: positions of another slice, one for one those of its source."""
-        for ours, theirs in zip(self.kinds.dims(source), self.kinds.dims(picked), strict=True):
-            for x, y in zip(resolve(ours), resolve(theirs), strict=False):
-                self._places.setdefault(y.key(), self._place(x))
+        dims = [
+            (resolve(a), resolve(b))
+            for a, b in zip(self.kinds.dims(source), self.kinds.dims(picked), strict=True)
+        ]
+        if all(len(ours) == len(theirs) for ours, theirs in dims[:-1]):
+            for ours, theirs in dims[:-1]:
+                for x, y in zip(ours, theirs, strict=True):
+                    self._places.setdefault(y.key(), self._place(x))
 
     def _place(self, axis: Axis) -> int:
         if axis.key() in self._places:

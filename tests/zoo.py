@@ -1597,6 +1597,21 @@ many(
     ("weights_by_comparison", "packed", weighted(lambda p, w: torch.where(w != 0, p, 0.0).sum(), last=5)),
     ("weights_in_a_clipped_loss", "packed", weighted(_clipped, last=5)),
     (
+        "weights_after_a_view_and_a_sum",
+        "masked-query",
+        weighted(lambda p, w: (p.view(p.shape[0], 2, -1).sum(-1) * w[:, :2]).sum(), last=6),
+    ),
+    (
+        "weights_after_a_mean_over_groups",
+        "masked-query",
+        weighted(lambda p, w: (p.view(2, 3, -1).mean(1) * w.view(2, 3, -1)[:, 0]).sum(), last=6),
+    ),
+    (
+        "weights_after_a_view_and_a_plain_sum",
+        "masked-query",
+        weighted(lambda p, w: p.view(-1, 3).sum(-1), last=6),
+    ),
+    (
         "weights_of_rows_alone",
         "masked-query",
         weighted(lambda p, w: -(p * (w.sum(1, True) + 9.0)).sum(), last=5),
