@@ -142,13 +142,13 @@ class _Finder:
         return shared[0] if shared else node.all_input_nodes[0]
 
     def _dtype_below(self, node: fx.Node, written: torch.dtype) -> torch.dtype | None:
-        mode = self._autocast[node].get(value_of(node).device.type)
+        mode: torch.dtype | bool | None = self._autocast[node].get(value_of(node).device.type)
         if node.target is aten.linear.default:
             weight = node.args[1]
             if mode is None or written == torch.float64:
                 return written
-            if mode is not False:
-                return mode  # type: ignore[no-any-return]
+            if isinstance(mode, torch.dtype):
+                return mode
             return value_of(weight).dtype if weight.op in ("placeholder", "get_attr") else None
         if node.target in _CASTS and node.target is not aten.type_as.default:
             return written

@@ -127,7 +127,9 @@ class PackedCode:
                     raise self._failed[key]
                 try:
                     found = self._compile(numbers, values, sizes)
-                except Exception as error:
+                except (
+                    Exception
+                ) as error:  # whatever it is, nothing has run yet: the caller has the dense graph
                     self._failed[key] = CompilationFailed(self.compiler, error)
                     raise self._failed[key] from error
                 self._variants.setdefault(key, []).append(found)

@@ -20,8 +20,8 @@ ROWS = 8
 LABELS = 32
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _segment_sum_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _segment_sum_kernel(
     grad,
     offsets,
     positions,
@@ -46,8 +46,8 @@ def _segment_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * features + feature, total.to(out.dtype.element_ty), mask=feature < features)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _label_sum_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _label_sum_kernel(
     grad, index, offsets, positions, out, columns, accumulator: tl.constexpr, LABELS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

@@ -19,8 +19,8 @@ __all__ = ["delta_kernel", "dkv_kernel", "dq_kernel", "forward_kernel", "share_s
 # tanh wants, and `cap` is softcap log2(e).
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gather(base, rows, valid, stride, SIZE: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _gather(base, rows, valid, stride, SIZE: tl.constexpr, PAD: tl.constexpr):
     """Rows of a matrix, zeros where not valid and past SIZE."""
     feature = tl.arange(0, PAD)
     at = base + rows.to(tl.int64)[:, None] * stride + feature[None, :]
@@ -29,18 +29,16 @@ def _gather(base, rows, valid, stride, SIZE: tl.constexpr, PAD: tl.constexpr):  
     return tl.load(at, mask=valid[:, None] & (feature < SIZE)[None, :], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _query(  # type: ignore[no-untyped-def]
-    base, head, n, live, head_stride, token_stride, SIZE: tl.constexpr, PAD: tl.constexpr
-):
+@triton.jit
+def _query(base, head, n, live, head_stride, token_stride, SIZE: tl.constexpr, PAD: tl.constexpr):
     """Rows (head, token) of a [heads, tokens, SIZE] tensor; zeros where not live and past SIZE."""
     feature = tl.arange(0, PAD)
     at = base + (head * head_stride + n.to(tl.int64) * token_stride)[:, None] + feature[None, :]
     return tl.load(at, mask=live[:, None] & (feature < SIZE)[None, :], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tile(  # type: ignore[no-untyped-def]
+@triton.jit
+def _tile(
     descriptor,
     base,
     head,
@@ -60,25 +58,23 @@ def _tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _dot(a, b):  # type: ignore[no-untyped-def]
+def _dot(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
-def _add_dot(a, b, total):  # type: ignore[no-untyped-def]
+def _add_dot(a, b, total):
     return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
-def _tanh(x):  # type: ignore[no-untyped-def]
+def _tanh(x):
     """tanh(x / (2 log2(e))): never overflows to NaN, absolute error one rounding of 1."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _softmax(  # type: ignore[no-untyped-def]
-    top, total, s, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
-):
+@triton.jit
+def _softmax(top, total, s, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """One step of the running softmax: weights, the factor on what was summed before, new maximum and total."""
     if SOFTCAP:
         s = cap * _tanh(s * scale)
@@ -100,10 +96,8 @@ def _softmax(  # type: ignore[no-untyped-def]
     return p, fade, new, total * fade + tl.sum(p, 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(  # type: ignore[no-untyped-def]
-    s, lse, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
-):
+@triton.jit
+def _weights(s, lse, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """Softmax weights from logits and the final log-sum-exp, and the slope of the softcap (1 without)."""
     slope = 1.0
     if SOFTCAP:
@@ -117,8 +111,8 @@ def _weights(  # type: ignore[no-untyped-def]
     return p, slope
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _next_tile(start, left, run, runs, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _next_tile(start, left, run, runs, KEYS: tl.constexpr):
     """Step to the next full tile: further along the run, or to the first tile of the next one."""
     left -= 1
     run += (left == 0).to(tl.int32)
@@ -129,8 +123,8 @@ def _next_tile(start, left, run, runs, KEYS: tl.constexpr):  # type: ignore[no-u
     return start, left, run
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
-def forward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens", "window"])
+def forward_kernel(
     q,
     k,
     v,
@@ -234,8 +228,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(where, acc.to(out.dtype.element_ty), mask=live[:, None] & (feature < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def delta_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens"])
+def delta_kernel(
     grad,
     out,
     lse,
@@ -260,8 +254,8 @@ def delta_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse2 + head * tokens + n, base2, mask=live)
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
-def dq_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens", "window"])
+def dq_kernel(
     q,
     k,
     v,
@@ -359,8 +353,8 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     tl.store(where, (acc * factor).to(dq.dtype.element_ty), mask=live[:, None] & (feature < QK)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _key_step(  # type: ignore[no-untyped-def]
+@triton.jit
+def _key_step(
     dk,
     dv,
     ks,
@@ -389,8 +383,8 @@ def _key_step(  # type: ignore[no-untyped-def]
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])  # type: ignore[untyped-decorator]
-def dkv_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens", "window"])
+def dkv_kernel(
     q,
     k,
     v,
@@ -532,8 +526,8 @@ def dkv_kernel(  # type: ignore[no-untyped-def]
         tl.store(part_dv + rows * V + at_v[None, :], dv_acc, mask=v_mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def share_sum_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens"])
+def share_sum_kernel(
     parts,
     out,
     split,

@@ -12,7 +12,7 @@ __all__ = ["key_tiles_kernel", "query_lists_kernel"]
 
 
 @triton.jit
-def _first_below(subtree_end, low, high, bound):  # type: ignore[no-untyped-def]
+def _first_below(subtree_end, low, high, bound):
     """First token of [low, high) whose subtree ends before `bound`, or high: ends fall along a path."""
     if low < high:
         if tl.load(subtree_end + high - 1) >= bound:
@@ -26,8 +26,8 @@ def _first_below(subtree_end, low, high, bound):  # type: ignore[no-untyped-def]
     return low
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "window"])  # type: ignore[untyped-decorator]
-def query_lists_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens", "blocks", "window"])
+def query_lists_kernel(
     segments,
     heavy,
     segment_of,
@@ -113,8 +113,8 @@ def query_lists_kernel(  # type: ignore[no-untyped-def]
         tl.store(counts + 2 * blocks + block, (packed + KEYS - 1) // KEYS)
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
-def key_tiles_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["window"])
+def key_tiles_kernel(
     high,
     key_depth,
     tile_depth,
