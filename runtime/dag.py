@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from treecompile.runtime.errors import TreeError
+from treecompile.runtime.tree_graph import check_digraph
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -43,13 +44,7 @@ def unroll(graph: nx.DiGraph, limit: int = 1 << 16) -> nx.DiGraph:
     """
     import networkx as nx
 
-    if not isinstance(graph, nx.DiGraph):
-        raise TreeError(
-            argument="graph",
-            problem="needs to be a networkx.DiGraph",
-            value=type(graph).__name__,
-            remedy="build one with networkx.DiGraph(edges) and set 'ids' on its nodes",
-        )
+    check_digraph(graph)
     if all(count <= 1 for _, count in graph.in_degree()):
         return graph
     if not nx.is_directed_acyclic_graph(graph):

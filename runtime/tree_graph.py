@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from treecompile.runtime.tree import RolloutTree
 
-__all__ = ["from_graph", "to_graph", "to_rows", "to_text"]
+__all__ = ["check_digraph", "from_graph", "to_graph", "to_rows", "to_text"]
 
 
 def _row_numbers(tree: RolloutTree) -> tuple[Array, int]:
@@ -160,7 +160,8 @@ def _row_count(graph: nx.DiGraph, ends: dict[int, tuple[Hashable, int]]) -> int:
     return max(int(graph.graph.get("rows", 0)), max(ends, default=-1) + 1)
 
 
-def _check_forest(graph: nx.DiGraph) -> None:
+def check_digraph(graph: object) -> None:
+    """Refuse what is no ``networkx.DiGraph``."""
     import networkx as nx
 
     if not isinstance(graph, nx.DiGraph):
@@ -170,6 +171,12 @@ def _check_forest(graph: nx.DiGraph) -> None:
             value=type(graph).__name__,
             remedy="build one with networkx.DiGraph(edges) and set 'ids' on its nodes",
         )
+
+
+def _check_forest(graph: nx.DiGraph) -> None:
+    import networkx as nx
+
+    check_digraph(graph)
     for node, count in graph.in_degree():
         if count > 1:
             raise TreeError(

@@ -368,18 +368,19 @@ many(
 )
 
 
+def _additive_window(ids: Tensor, mask: Tensor) -> Tensor:
+    q, k = at(ids)
+    seen = ((k <= q) & (q - k < 2))[None, None] & pad_k(mask)
+    return torch.where(seen, 0.0, -1e9).double()
+
+
 @trap("masked-query")
 def additive_window_read_at_padding() -> Case:
     """A padded query that is read sees nothing inside its window: dense averages, a tree gives zero."""
 
-    def make(ids: Tensor, mask: Tensor) -> Tensor:
-        q, k = at(ids)
-        seen = ((k <= q) & (q - k < 2))[None, None] & pad_k(mask)
-        return torch.where(seen, 0.0, -1e9).double()
-
     b = batch(length=12, pad="right")
     b.mask[2, 4:] = 0
-    return Case(Toy(mask=make, tail=lambda x, *_: x.sum(1)), (b.ids, b.mask), {})
+    return Case(Toy(mask=_additive_window, tail=lambda x, *_: x.sum(1)), (b.ids, b.mask), {})
 
 
 @trap("masked-query")
@@ -1572,16 +1573,13 @@ def weighted(function: Callable[..., Tensor], *, last: int, whole: bool = False)
             picked = logs.gather(-1, labels.clamp(min=0)[..., None])
             return function(logs if whole else picked.squeeze(-1), weights)
 
-    def make(ids: Tensor, mask: Tensor) -> Tensor:
-        q, k = at(ids)
-        seen = ((k <= q) & (q - k < 2))[None, None] & pad_k(mask)
-        return torch.where(seen, 0.0, -1e9).double()
-
     b = batch(length=12, pad="right")
     b.mask[2, 4:] = 0
     weights = b.weights * b.mask
     labels = b.labels[:, -last:].contiguous()
-    return lambda: Case(Weighted(mask=make), (b.ids, b.mask, labels, weights[:, -last:].contiguous()), {})
+    return lambda: Case(
+        Weighted(mask=_additive_window), (b.ids, b.mask, labels, weights[:, -last:].contiguous()), {}
+    )
 
 
 def _clipped(picked: Tensor, weights: Tensor) -> Tensor:
