@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 from typing import Any
 
@@ -227,6 +229,96 @@ def test_matrix_products() -> None:
             grads = (torch.ones_like(picked), None, None)
             _backward(*grads, *args[:8], lse, spread, kept, "", True, needs, chunk)
         assert counter.get_total_flops() == expected * 2 * 16 * WIDTH * COLUMNS
+
+
+def check_kernels(device: str, dtype: torch.dtype, out: torch.dtype, layout: Maps, columns: int) -> None:
+    """Statistics and gradients of a tile in the middle of wider rows, against formulas in fp64."""
+    from treecompile.runtime.kernels.log_probs import logit_grads, row_statistics
+
+    g = torch.Generator().manual_seed(1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rows, left, width = layout.rows, columns // 3, columns - columns // 3
+    whole = (3 * torch.randn(rows, columns, generator=g)).to(dtype)
+    whole[0, 1:] = -torch.inf
+    exact = whole.double()
+    p, lse = exact.softmax(-1), exact.logsumexp(-1)
+    logs = torch.where(p > 0, exact - lse[:, None], 0)
+    spread = -(p * logs).sum(-1)
+    near = {
+        "rtol": 1e-5 if wide == torch.float32 else 1e-12,
+        "atol": 1e-5 if wide == torch.float32 else 1e-12,
+    }
+    top, total, found = (v.cpu() for v in row_statistics(whole.to(device), True, wide))
+    assert torch.equal(top, whole.amax(-1).to(wide))
+    torch.testing.assert_close((top + total).double(), lse, **near)
+    torch.testing.assert_close(found.double(), spread, **near)
+    assert torch.equal(row_statistics(whole.to(device), False, wide)[1].cpu(), total)
+
+    whole[0, 1:] = 0  # the slope of an entropy is no number where a probability is 0
+    exact = whole.double()
+    p, lse = exact.softmax(-1), exact.logsumexp(-1)
+    logs = exact - lse[:, None]
+    spread = -(p * logs).sum(-1)
+    share, weight = (torch.randn(rows, generator=g, dtype=torch.float64) for _ in range(2))
+    grad = torch.randn(layout.row_index.shape, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, columns, layout.row_index.shape, generator=g)
+    labels[::3] = left
+    kept = layout.row_index >= 0
+    cells = torch.zeros(rows, columns, dtype=torch.float64)
+    cells.index_put_((layout.row_index[kept], labels[kept]), grad[kept], accumulate=True)
+    moved = layout.to(device)
+
+    def there(x: Tensor) -> Tensor:
+        return x.to(device, wide)
+
+    picks = (there(grad), labels.to(device), moved.offsets, moved.positions)
+    for some, more, picked in itertools.product((share, None), (weight, None), (picks, None)):
+        expected = torch.zeros_like(exact) if picked is None else cells.clone()
+        if some is not None:
+            expected += some[:, None] * p
+        if more is not None:
+            expected -= more[:, None] * p * (logs + spread[:, None])
+        given = tuple(None if v is None else there(v) for v in (some, more))
+        tile = whole.to(device)[:, left:]
+        for _ in range(2):
+            ours = logit_grads(tile, there(lse), *given, there(spread), picked, left, out)
+            assert (ours.dtype, tuple(ours.shape)) == (out, (rows, width))
+            bound = max(torch.finfo(out).eps, 1e-6 if wide == torch.float32 else 1e-13)
+            torch.testing.assert_close(ours.cpu().double(), expected[:, left:], rtol=bound, atol=16 * bound)
+        assert torch.equal(ours, logit_grads(tile, there(lse), *given, there(spread), picked, left, out))
+    assert row_statistics(whole[:0].to(device), True, wide)[2].shape == (0,)
+
+
+INTERPRETED = """
+import torch
+import tests.interpreter
+import treecompile.runtime.kernels.log_probs as kernels
+from tests.test_expand import maps, random_maps
+from tests.test_selective_log_probs import check_kernels
+kernels.BLOCK, kernels.LABELS = 16, 4
+check_kernels("cpu", torch.float32, torch.float32, random_maps(5, 40, 0.2), 40)
+check_kernels("cpu", torch.float64, torch.float64, maps([0] * 9 + [1, 2, -1, 4], 5), 17)
+check_kernels("cpu", torch.float16, torch.float32, random_maps(3, 9, 0.2), 70)
+"""
+
+
+def test_kernels_in_the_interpreter() -> None:
+    """The interpreter must be chosen before triton is imported: a process of its own."""
+    pytest.importorskip("triton")
+    subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        check=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        timeout=300,
+        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_kernels_on_the_gpu(dtype: torch.dtype) -> None:
+    check_kernels("cuda", dtype, dtype, random_maps(301, 3000, 0.1), 600)
+    check_kernels("cuda", dtype, dtype, maps([0] * 1024 + list(range(1, 40)), 40), 10007)
 
 
 @pytest.mark.gpu

@@ -85,6 +85,16 @@ def _apply(logits: Tensor, chain: str, factor: Tensor | None) -> tuple[Tensor, l
     return logits, curves
 
 
+def _only_widens(chain: str, dtype: torch.dtype) -> bool:
+    """Whether a chain that starts in `dtype` changes no value: casts to dtypes that hold all values of the one before."""
+    for name, value in _steps(chain):
+        target = getattr(torch, value, None) if name == "to" else None
+        if target is None or torch.promote_types(dtype, target) != target:
+            return False
+        dtype = target
+    return True
+
+
 def _unapply(
     grad: Tensor, chain: str, factor: Tensor | None, dtype: torch.dtype, curves: list[Tensor]
 ) -> Tensor:
@@ -193,6 +203,7 @@ def _forward(
     kept = weight.new_empty((keep, width))
     column = torch.where(row_index >= 0, labels, 0)
     block = chunk if _on_device(hidden) else max(1, _CPU_ENTRIES // width)
+    exact = _only_widens(chain, weight.dtype)
     with torch._C._DisableAutocast():  # dtypes are those of the captured graph, whatever the mode here
         for first in range(0, rows, chunk):
             logits = F.linear(hidden[first : first + chunk], weight, bias)
@@ -203,26 +214,39 @@ def _forward(
             for start, part in enumerate(torch.split(logits, block)):
                 start = first + start * block
                 stop = start + part.shape[0]
-                x = _apply(part, chain, factor)[0].to(wide)
-                top = x.amax(-1, keepdim=True)
-                top = top.masked_fill_(top.isinf(), 0)
-                shifted = x - top
-                total = shifted.exp().sum(-1, keepdim=True).log_()
-                lse[start:stop] = (top + total).squeeze(-1)
+                x = part if exact else _apply(part, chain, factor)[0]
+                top, total, found_spread = _statistics(x, entropy, wide)
+                lse[start:stop] = top + total
                 where = _positions_of(start, stop, row_index, offsets, positions)
                 at = (row_index[where] - start).clamp_(0, stop - start - 1)
-                found = (shifted if normalized else x)[at, column[where]]
+                found = x[at, column[where]].to(wide)
                 if normalized:
-                    found = found - total.squeeze(-1)[at]
+                    found = (found - top[at]) - total[at]
                 if _on_device(hidden):
                     inside = (row_index >= start) & (row_index < stop)
                     picked = torch.where(inside, found.to(dtype), picked)
                 else:
                     picked[where] = found.to(dtype)
                 if entropy:
-                    logs = shifted.sub_(total)
-                    spread[start:stop] = logs.exp().mul_(logs).sum(-1).neg_()
+                    spread[start:stop] = found_spread
     return picked, lse, spread, kept
+
+
+def _statistics(x: Tensor, entropy: bool, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest entry of each row (0 where that is infinite), log-sum-exp without it, entropy ([0] if not asked for)."""
+    if x.is_cuda:
+        from treecompile.runtime.kernels import log_probs as kernels
+
+        return kernels.row_statistics(x, entropy, wide)
+    x = x.to(wide)
+    top = x.amax(-1)
+    top = top.masked_fill_(top.isinf(), 0)
+    shifted = x - top.unsqueeze(-1)
+    total = shifted.exp().sum(-1).log_()
+    if not entropy:
+        return top, total, total[:0]
+    logs = shifted.sub_(total.unsqueeze(-1))
+    return top, total, logs.exp().mul_(logs).sum(-1).neg_()
 
 
 def _positions_of(start: int, stop: int, row_index: Tensor, offsets: Tensor, positions: Tensor) -> Any:
@@ -289,11 +313,49 @@ def _labels_in(
     inside = (labels >= columns.start) & (labels < columns.stop)
     width = columns.stop - columns.start
     here = offsets[rows.start : rows.stop + 1]
-    if not _on_device(grad):  # there positions are found by the offsets alone
-        positions = positions[int(here[0]) : int(here[-1])]
-        positions = positions[inside[positions]]
+    positions = positions[int(here[0]) : int(here[-1])]
+    positions = positions[inside[positions]]
     index = torch.where(inside, labels - columns.start, 0)
     return label_sum(torch.where(inside, grad, 0), row_index - rows.start, index, here, positions, width)
+
+
+def _entry_grads(
+    x: Tensor,
+    lse: Tensor,
+    share: Tensor | None,
+    grad_entropy: Tensor | None,
+    spread: Tensor,
+    picks: tuple[Tensor, ...] | None,
+    tile: tuple[slice, slice],
+    dtype: torch.dtype,
+) -> Tensor:
+    """[rows, columns] of a tile: the gradient of what the chain gives, `x`.
+
+    Args:
+        share: [H] of a row's probabilities in the gradient of its entries.
+        picks: grad, row_index, labels, offsets and positions of what is picked.
+        dtype: of the result.
+
+    Other arguments as of `_backward`.
+    """
+    r, c = tile
+    if x.is_cuda:
+        from treecompile.runtime.kernels import log_probs as kernels
+
+        some = tuple(None if v is None else v[r].contiguous() for v in (share, grad_entropy))
+        here = None
+        if picks is not None:
+            here = (picks[0], picks[2], picks[3][r.start : r.stop + 1], picks[4])
+        return kernels.logit_grads(x, lse[r], *some, spread[r], here, c.start, dtype)
+    logs = x.to(lse.dtype) - lse[r].unsqueeze(-1)
+    dx = torch.zeros_like(logs) if picks is None else _labels_in(*picks, tile)
+    if grad_entropy is not None:
+        slope = (logs + spread[r].unsqueeze(-1)).mul_(-grad_entropy[r].unsqueeze(-1))
+        slope = slope if share is None else slope.add_(share[r].unsqueeze(-1))
+        dx.add_(slope.mul_(logs.exp_()))
+    elif share is not None:
+        dx.add_(logs.exp_().mul_(share[r].unsqueeze(-1)))
+    return dx.to(dtype)
 
 
 def _backward(
@@ -340,27 +402,20 @@ def _backward(
     if grad is not None and normalized:
         total = segment_sum(grad, offsets, positions)
         share = -total if share is None else share - total
+    exact = _only_widens(chain, weight.dtype)
     with torch._C._DisableAutocast():
         for tile in whole:
             r, c = tile
             some = None if bias is None else bias[c]
             logits = kept[r, c] if kept.shape[0] else F.linear(hidden[r], weight[c], some)
-            x, curves = _apply(logits, chain, factor)
+            x, curves = (logits, []) if exact else _apply(logits, chain, factor)
             del logits
-            logs = x.to(wide) - lse[r].unsqueeze(-1)
+            picks = None if grad is None else (grad, row_index, labels, offsets, positions)
+            rest = (share, grad_entropy, spread, picks, tile, weight.dtype if exact else x.dtype)
+            dx = _entry_grads(x, lse, *rest)
             del x
-            if grad is not None:
-                dx = _labels_in(grad, row_index, labels, offsets, positions, tile)
-            else:
-                dx = torch.zeros_like(logs)
-            if grad_entropy is not None:
-                slope = (logs + spread[r].unsqueeze(-1)).mul_(-grad_entropy[r].unsqueeze(-1))
-                slope = slope if share is None else slope.add_(share[r].unsqueeze(-1))
-                dx.add_(slope.mul_(logs.exp_()))
-            elif share is not None:
-                dx.add_(logs.exp_().mul_(share[r].unsqueeze(-1)))
-            del logs
-            dx = _unapply(dx, chain, factor, weight.dtype, curves)
+            if not exact:
+                dx = _unapply(dx, chain, factor, weight.dtype, curves)
             if needs[0]:
                 by_hidden.add(r, dx @ weight[c])
             if needs[1]:
