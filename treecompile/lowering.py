@@ -64,6 +64,8 @@ class _Variant:
     run: Callable[..., Any]
     env: ShapeEnv
     symbols: dict[str, sympy.Symbol]
+    # The sizes served last, and how much had been assumed then: most calls ask the same again.
+    last: tuple[dict[str, int], int] | None = None
 
     def guards(self) -> list[sympy.Expr]:
         """What was assumed so far: a backward pass compiled later adds to it."""
@@ -73,8 +75,14 @@ class _Variant:
         return [guard for guard in found if guard != sympy.true]
 
     def serves(self, sizes: dict[str, int]) -> bool:
+        asked = (sizes, len(self.env.guards) + len(self.env.replacements))
+        if asked == self.last:
+            return True
         values = {symbol: sizes[group] for group, symbol in self.symbols.items()}
-        return all(guard.xreplace(values) == sympy.true for guard in self.guards())
+        served = all(guard.xreplace(values) == sympy.true for guard in self.guards())
+        if served:
+            self.last = asked
+        return served
 
 
 class PackedCode:

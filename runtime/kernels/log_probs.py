@@ -34,7 +34,7 @@ def _row_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     infinite = float("inf")
-    # Each lane keeps the maximum of its columns, the sum of exp(x - maximum) and that of exp(x - maximum) (x - maximum).
+    # Each lane keeps the maximum m of its columns, the sum of exp(x - m) and that of exp(x - m) (x - m).
     high = tl.full([BLOCK], -infinite, dtype=accumulator)
     mass = tl.zeros([BLOCK], dtype=accumulator)
     slope = tl.zeros([BLOCK], dtype=accumulator)
