@@ -134,7 +134,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "likewise for the last pad before a row, which predicts its first token",
-        {"family": _eager_reference(), "attention": ("flex",), "ask": ("labels",), "mask": ("left",)},
+        {"family": _eager_reference(), "attention": ("flex", "flash"), "ask": ("labels",), "mask": ("left",)},
     ),
     Exclusion(
         "with a cache the masks of transformers forget documents, and FlashAttention does not: no dense run",
