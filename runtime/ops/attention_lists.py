@@ -32,9 +32,11 @@ __all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "
 KEPT = 16
 STORE = 64
 WIDE = 128
-# A key block is computed in shares of at least SPAN queries where it has more than 1 / MOST_SHARES of all.
-SPAN = 8192
-MOST_SHARES = 256
+# A key block is computed in shares where it has more than 1 / MOST_SHARES of all queries. A share has at least SPAN of
+# them; less, down to SHORT_SPAN, in a tree so small that FEW_SHARES of SPAN are more than it has: the blocks that all
+# see would run alone for most of the time.
+SPAN, SHORT_SPAN = 8192, 1024
+MOST_SHARES, FEW_SHARES = 256, 64
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,9 @@ def _key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: in
 
 def _shares(cost: Tensor) -> tuple[Tensor, Tensor, int]:
     """Cut blocks that cost more than a fair share: items, split blocks and the number of slots."""
-    fair = (cost.sum(dtype=torch.int64) // MOST_SHARES).clamp(min=SPAN)
+    total = cost.sum(dtype=torch.int64)
+    span = (total // FEW_SHARES).clamp(min=min(SHORT_SPAN, SPAN), max=SPAN)
+    fair = torch.maximum(total // MOST_SHARES, span)
     shares = (-(-cost // fair)).clamp(min=1).int()
     several = shares > 1
     first = torch.where(several, shares, 0)
