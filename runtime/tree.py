@@ -217,6 +217,45 @@ class RolloutTree:
 
         return from_graph(graph)
 
+    @staticmethod
+    def from_segments(segments: object) -> RolloutTree:
+        """Build the tree of a segment table alone: one row per leaf, without token ids.
+
+        Args:
+            segments: [S, 4] integers, rows (start, end, parent row or -1, subtree end of start) in preorder, as
+                ``tree.segments`` gives them.
+
+        Returns:
+            the tree; its rows are the paths to the leaves, in preorder.
+
+        Raises:
+            TreeError: a table that is none of a tree in preorder, or that has leaf pads.
+
+        Example:
+            >>> tree = RolloutTree.from_segments([[0, 2, -1, 5], [2, 4, 0, 4], [4, 5, 0, 5]])
+            >>> tree.row_index.tolist()
+            [[0, 1, 2, 3], [0, 1, 4, -1]]
+
+        Notes:
+            O(S log S).
+        """
+        from treecompile.runtime.segment_table import read_segments
+
+        table, rows, last = read_segments(segments)
+        return RolloutTree(
+            batch=len(last),
+            length=int(rows.length.max(initial=0)),
+            n=int(table.length.sum()),
+            segments=np.stack([table.start, table.start + table.length, table.parent, table.after], axis=1),
+            keys=(),
+            position=None,
+            _table=table,
+            _trajectories=rows,
+            _last=last,
+            _pads=NO_LEAVES,
+            _absolute=False,
+        )
+
     # -- per token --
 
     @property

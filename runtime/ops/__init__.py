@@ -11,6 +11,11 @@ from treecompile.runtime.ops.expand import (
     take,
     take_backward,
 )
+from treecompile.runtime.ops.recurrence import (
+    tree_recurrence,
+    tree_recurrence_backward,
+    tree_recurrence_reference,
+)
 from treecompile.runtime.ops.selective_log_probs import (
     kept_rows,
     selective_log_probs,
@@ -36,4 +41,7 @@ __all__ = [
     "tree_attention",
     "tree_attention_backward",
     "tree_attention_reference",
+    "tree_recurrence",
+    "tree_recurrence_backward",
+    "tree_recurrence_reference",
 ]

@@ -1,0 +1,221 @@
+"""Chunk-local work of the tree recurrence, forward and backward: everything between the states of blocks.
+
+Legend: K blocks, C rows of a block, G key heads, H value heads (H a multiple of G, R = H / G), D key width, V value
+width. Tensors are [K, heads, C, width], contiguous, fp32 or fp64; an empty row has zeros and does nothing.
+
+Within a block, with sums of gates g and the decays exp of them, all <= 1:
+
+    e_i = exp(g_1 + ... + g_i),   w_i = exp(g_(i+1) + ... + g_C),   d_ij = exp(g_(j+1) + ... + g_i) for j <= i
+
+    A_ij = scale q_i' (d_ij * k_j)  for j <= i,      L_ij = beta_i k_i' (d_ij * k_j)  for j < i
+    (I + L) u = beta (v - S' (e * k)),               without beta: u = v
+    out = scale S' (e * q) + A u,                    S <- e_C * S + (w * k)' u
+
+Decays are numbers per head or vectors over D. As vectors they do not leave the products of rows. They are then split
+at a row between i and j, q_i' (d_ij * k_j) = (q_i * d_im)' (d_mj * k_j) with j <= m < i, so that no exponent is above
+zero: halves of the block against each other, halves of the halves, and so on: log2(C) products.
+
+Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024, section 3.3; Kimi Team, "Kimi Linear", 2025,
+section 3 (decays per channel); T. Dao, A. Gu, "Transformers are SSMs", 2024, section 6 (without beta).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Delta", "Local", "ScalarDecay", "VectorDecay", "decay_of"]
+
+
+@dataclass
+class Delta:
+    """What the delta rule adds: of keys and decays, or the gradients of it.
+
+    Attributes:
+        erase: [K, H, C, D] `k * e`.
+        lower: [K, H, C, C] `k_i' (d_ij * k_j)`, zero on and above the diagonal.
+    """
+
+    erase: Tensor
+    lower: Tensor
+
+
+@dataclass
+class Local:
+    """Local quantities of a slice of blocks, or their gradients.
+
+    Attributes:
+        read: [K, H, C, D] `scale q * e`.
+        write: [K, H, C, D] `k * w`.
+        keep: [K, H, D or 1, 1] `e_C`.
+        inner: [K, H, C, C] A.
+        delta: None without beta.
+    """
+
+    read: Tensor
+    write: Tensor
+    keep: Tensor
+    inner: Tensor
+    delta: Delta | None
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    """A gate whose decay is zero: below it nothing changes, and sums stay exact and finite."""
+    return -104.0 if dtype == torch.float32 else -746.0
+
+
+def _heads(x: Tensor, groups: int) -> Tensor:
+    """[K, H, ...] as [K, G, R, ...]."""
+    return x.view(x.shape[0], groups, -1, *x.shape[2:])
+
+
+def _after(x: Tensor, dim: int) -> Tensor:
+    """Sums over the rows from each one on: the adjoint of `cumsum`."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+class ScalarDecay:
+    """Decays that are numbers per head. q (scaled), k: [K, G, C, D]; gate: [K, H, C]."""
+
+    def __init__(self, q: Tensor, k: Tensor, gate: Tensor, delta: bool) -> None:
+        self.q, self.k, self.groups = q, k, q.shape[1]
+        sums = gate.clamp(min=_lowest(gate.dtype)).cumsum(-1)
+        self.e, self.w = sums.exp(), (sums[..., -1:] - sums).exp_()
+        causal = torch.ones(gate.shape[-1], gate.shape[-1], dtype=torch.bool, device=gate.device).tril_()
+        # Rounding may leave a sum of gates above zero only where it is zero.
+        steps = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp_(max=0)
+        self.decay = steps.exp_().mul_(causal)
+        self.local = Local(
+            read=self._times(q, self.e),
+            write=self._times(k, self.w),
+            keep=self.e[..., -1, None, None],
+            inner=self._product(q, k),
+            delta=Delta(self._times(k, self.e), self._product(k, k).tril_(-1)) if delta else None,
+        )
+
+    def _times(self, x: Tensor, factor: Tensor) -> Tensor:
+        return (x.unsqueeze(2) * _heads(factor, self.groups).unsqueeze(-1)).flatten(1, 2)
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        products = a @ b.transpose(-1, -2)
+        return (products.unsqueeze(2) * _heads(self.decay, self.groups)).flatten(1, 2)
+
+    def _sum(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The adjoint of `_times` and `_product`: over the value heads of a key head."""
+        shaped = factor.unsqueeze(-1) if factor.dim() == 3 else factor
+        if self.groups == x.shape[1]:
+            return x * shaped
+        return _heads(x * shaped, self.groups).sum(2)
+
+    def backward(self, grad: Local) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q (scaled), k [K, G, C, D] and the gate [K, H, C]."""
+        local = self.local
+        inner = self._sum(grad.inner, self.decay)
+        dq = torch.matmul(inner, self.k).add_(self._sum(grad.read, self.e))
+        dk = torch.matmul(inner.transpose(-1, -2), self.q).add_(self._sum(grad.write, self.w))
+        through = grad.inner * local.inner
+        sums = (grad.read * local.read).sum(-1)
+        if grad.delta is not None and local.delta is not None:
+            lower = self._sum(grad.delta.lower, self.decay)
+            dk += torch.matmul(lower + lower.transpose(-1, -2), self.k)
+            dk += self._sum(grad.delta.erase, self.e)
+            through = through.addcmul_(grad.delta.lower, local.delta.lower)
+            sums += (grad.delta.erase * local.delta.erase).sum(-1)
+        sums += through.sum(-1) - through.sum(-2)
+        written = (grad.write * local.write).sum(-1)
+        sums -= written
+        sums[..., -1] += written.sum(-1) + (grad.keep * local.keep).flatten(2).sum(-1)
+        return dq, dk, _after(sums, -1)
+
+
+class VectorDecay:
+    """Decays that are vectors over D. q (scaled), k, gate: [K, H, C, D], C a power of two."""
+
+    def __init__(self, q: Tensor, k: Tensor, gate: Tensor, delta: bool) -> None:
+        self.q, self.k = q, k
+        gate = self.gate = gate.clamp(min=_lowest(gate.dtype))
+        self.e = gate.cumsum(-2).exp_()
+        self.w = self._behind(gate).exp_()
+        rows = gate.shape[-2]
+        inner, lower = gate.new_zeros((2, *gate.shape[:2], rows, rows))
+        inner.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+        for size in self._sizes(rows):
+            qr, kr, kl = self._halves(size)[:3]
+            self._corners(inner, size).copy_(qr @ kl.transpose(-1, -2))
+            if delta:
+                self._corners(lower, size).copy_(kr @ kl.transpose(-1, -2))
+        self.local = Local(
+            read=q * self.e,
+            write=k * self.w,
+            keep=self.e[..., -1, :].unsqueeze(-1),
+            inner=inner,
+            delta=Delta(k * self.e, lower) if delta else None,
+        )
+
+    @staticmethod
+    def _behind(gate: Tensor) -> Tensor:
+        """Sums over the rows behind each one."""
+        return _after(torch.nn.functional.pad(gate[..., 1:, :], (0, 0, 0, 1)), -2)
+
+    @staticmethod
+    def _split(x: Tensor, size: int) -> Tensor:
+        """[K, H, C, D] as [K, H, pairs, halves, size, D]."""
+        return x.view(*x.shape[:2], -1, 2, size, x.shape[-1])
+
+    @staticmethod
+    def _sizes(rows: int) -> list[int]:
+        return [1 << i for i in range(int(math.log2(rows)))]
+
+    @staticmethod
+    def _corners(x: Tensor, size: int) -> Tensor:
+        """[K, H, pairs, size, size] view: rows of right halves, columns of the left halves beside them."""
+        pairs = x.shape[-1] // (2 * size)
+        cut = x.view(*x.shape[:2], pairs, 2, size, pairs, 2, size)[:, :, :, 1, :, :, 0, :]
+        return cut.diagonal(dim1=2, dim2=4).movedim(-1, 2)
+
+    def _halves(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q and k of right halves and k of left ones, each decayed to the cut between, and the two decays."""
+        q, k, gate = (self._split(x, size) for x in (self.q, self.k, self.gate))
+        right, left = gate[:, :, :, 1].cumsum(-2).exp_(), self._behind(gate[:, :, :, 0]).exp_()
+        return q[:, :, :, 1] * right, k[:, :, :, 1] * right, k[:, :, :, 0] * left, right, left
+
+    def backward(self, grad: Local) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q (scaled), k and the gate, [K, H, C, D]."""
+        local = self.local
+        diagonal = grad.inner.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq = (grad.read * self.e).addcmul_(diagonal, self.k)
+        dk = (grad.write * self.w).addcmul_(diagonal, self.q)
+        to_here = grad.read * local.read
+        if grad.delta is not None and local.delta is not None:
+            dk.addcmul_(grad.delta.erase, self.e)
+            to_here.addcmul_(grad.delta.erase, local.delta.erase)
+        to_here[..., -1, :] += (grad.keep * local.keep).squeeze(-1)
+        behind = grad.write * local.write
+        dgate = _after(to_here, -2)
+        dgate[..., 1:, :] += behind.cumsum(-2)[..., :-1, :]
+        for size in self._sizes(self.q.shape[-2]):
+            qr, kr, kl, right, left = self._halves(size)
+            inner = self._corners(grad.inner, size)
+            dqr, dkl = inner @ kl, inner.transpose(-1, -2) @ qr
+            to_right = dqr * qr
+            q, k, gate = (self._split(x, size) for x in (dq, dk, dgate))
+            q[:, :, :, 1].addcmul_(dqr, right)
+            if grad.delta is not None:
+                lower = self._corners(grad.delta.lower, size)
+                dkr = lower @ kl
+                dkl += lower.transpose(-1, -2) @ kr
+                to_right.addcmul_(dkr, kr)
+                k[:, :, :, 1].addcmul_(dkr, right)
+            k[:, :, :, 0].addcmul_(dkl, left)
+            gate[:, :, :, 1] += _after(to_right, -2)
+            if size > 1:
+                gate[:, :, :, 0, 1:] += (dkl * kl).cumsum(-2)[..., :-1, :]
+        return dq, dk, dgate
+
+
+def decay_of(q: Tensor, k: Tensor, gate: Tensor, delta: bool) -> ScalarDecay | VectorDecay:
+    """The local work of a slice; ``gate`` [K, H, C], or [K, H, C, D] for a vector."""
+    return (VectorDecay if gate.dim() == 4 else ScalarDecay)(q, k, gate, delta)
