@@ -3,6 +3,11 @@
 from treecompile.runtime.ops.attention import tree_attention, tree_attention_backward
 from treecompile.runtime.ops.attention_math import tree_attention_reference
 from treecompile.runtime.ops.attention_plan import PieceCount, count_pieces, plan_header, plan_pieces
+from treecompile.runtime.ops.causal_conv import (
+    tree_causal_conv1d,
+    tree_causal_conv1d_backward,
+    tree_causal_conv1d_reference,
+)
 from treecompile.runtime.ops.expand import (
     expand,
     expand_backward,
@@ -41,6 +46,9 @@ __all__ = [
     "tree_attention",
     "tree_attention_backward",
     "tree_attention_reference",
+    "tree_causal_conv1d",
+    "tree_causal_conv1d_backward",
+    "tree_causal_conv1d_reference",
     "tree_recurrence",
     "tree_recurrence_backward",
     "tree_recurrence_reference",

@@ -24,7 +24,7 @@ from torch import Tensor
 from treecompile.runtime.ops.attention_math import accumulation_dtype
 from treecompile.runtime.ops.recurrence_chunks import Delta, Local, ScalarDecay, VectorDecay, decay_of
 from treecompile.runtime.ops.recurrence_plan import RecurrenceTables, Slice, recurrence_tables
-from treecompile.runtime.ops.registry import define
+from treecompile.runtime.ops.registry import define, register_autocast
 from treecompile.runtime.ops.segment_sum import segment_sum
 
 __all__ = ["tree_recurrence", "tree_recurrence_backward", "tree_recurrence_reference"]
@@ -416,6 +416,9 @@ tree_recurrence_backward = define(
     _backward,
     _backward_fake,
 )
+# HF's recurrences compute in fp32 whatever the ambient dtype: nothing is cast, and autocast stays out of the kernels.
+register_autocast(tree_recurrence, cast=())
+register_autocast(tree_recurrence_backward, cast=())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

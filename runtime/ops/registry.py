@@ -37,7 +37,8 @@ def register_autocast(op: Any, cast: tuple[int, ...]) -> None:
     """Under autocast, cast the tensor arguments at the positions `cast` to the ambient autocast dtype.
 
     `torch.library.register_autocast` fixes the dtype at registration; here it is read at each call. fp64
-    tensors keep their dtype, as in every autocast op of PyTorch.
+    tensors keep their dtype, as in every autocast op of PyTorch. With an empty `cast`, what the kernel calls computes
+    in the dtypes that it sees: without a registration autocast would reach into the kernel.
     """
     for device_type, suffix in (("cpu", "CPU"), ("cuda", "CUDA")):
         key = getattr(torch._C.DispatchKey, f"Autocast{suffix}")
@@ -56,6 +57,8 @@ def _autocast_kernel(op: Any, cast: tuple[int, ...], device_type: str, key: Any)
     return kernel
 
 
-def _cast(x: torch.Tensor, device_type: str, dtype: torch.dtype) -> torch.Tensor:
+def _cast(x: torch.Tensor | None, device_type: str, dtype: torch.dtype) -> torch.Tensor | None:
+    if x is None:
+        return None
     eligible = x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device_type
     return x.to(dtype) if eligible else x
