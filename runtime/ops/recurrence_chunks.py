@@ -82,12 +82,13 @@ class ScalarDecay:
 
     def __init__(self, q: Tensor, k: Tensor, gate: Tensor, delta: bool) -> None:
         self.q, self.k, self.groups = q, k, q.shape[1]
-        sums = gate.clamp(min=_lowest(gate.dtype)).cumsum(-1)
-        self.e, self.w = sums.exp(), (sums[..., -1:] - sums).exp_()
-        causal = torch.ones(gate.shape[-1], gate.shape[-1], dtype=torch.bool, device=gate.device).tril_()
-        # Rounding may leave a sum of gates above zero only where it is zero.
-        steps = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp_(max=0)
-        self.decay = steps.exp_().mul_(causal)
+        # Differences of sums lose what the sums have in common: these are in fp64, as a number and the rest of it.
+        sums = gate.clamp(min=_lowest(gate.dtype)).double().cumsum(-1)
+        near = sums.to(gate.dtype)
+        rest = (sums - near).to(gate.dtype)
+        self.e, self.w = near.exp(), (sums[..., -1:] - sums).to(gate.dtype).exp_()
+        steps = (near.unsqueeze(-1) - near.unsqueeze(-2)).add_(rest.unsqueeze(-1)).sub_(rest.unsqueeze(-2))
+        self.decay = steps.clamp_(max=0).exp_().tril_()
         self.local = Local(
             read=self._times(q, self.e),
             write=self._times(k, self.w),
@@ -117,18 +118,19 @@ class ScalarDecay:
         dq = torch.matmul(inner, self.k).add_(self._sum(grad.read, self.e))
         dk = torch.matmul(inner.transpose(-1, -2), self.q).add_(self._sum(grad.write, self.w))
         through = grad.inner * local.inner
-        sums = (grad.read * local.read).sum(-1)
+        to_here = (grad.read * local.read).sum(-1)
         if grad.delta is not None and local.delta is not None:
             lower = self._sum(grad.delta.lower, self.decay)
             dk += torch.matmul(lower + lower.transpose(-1, -2), self.k)
             dk += self._sum(grad.delta.erase, self.e)
             through = through.addcmul_(grad.delta.lower, local.delta.lower)
-            sums += (grad.delta.erase * local.delta.erase).sum(-1)
-        sums += through.sum(-1) - through.sum(-2)
-        written = (grad.write * local.write).sum(-1)
-        sums -= written
-        sums[..., -1] += written.sum(-1) + (grad.keep * local.keep).flatten(2).sum(-1)
-        return dq, dk, _after(sums, -1)
+            to_here += (grad.delta.erase * local.delta.erase).sum(-1)
+        to_here[..., -1] += (grad.keep * local.keep).flatten(2).sum(-1)
+        behind = (grad.write * local.write).sum(-1)
+        # A gate is in every decay from a row above it to its own or one below: sums of equal signs, no differences.
+        dgate = _after(to_here, -1).add_(_after(through, -2).tril_(-1).sum(-1))
+        dgate[..., 1:] += behind.cumsum(-1)[..., :-1]
+        return dq, dk, dgate
 
 
 class VectorDecay:
