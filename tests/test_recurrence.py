@@ -217,7 +217,7 @@ def test_fp32_is_close_to_fp64(form: Form, low: float) -> None:
     found = torch.autograd.grad((out * weight).sum(), x)
     wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
     for a, b in zip([out, *found], [expected, *wanted], strict=True):
-        assert error(a, b) < 1e-5
+        assert error(a, b) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.ops.attention_math import accumulation_dtype
-from treecompile.runtime.ops.recurrence_chunks import Delta, Local, ScalarDecay, VectorDecay, decay_of
+from treecompile.runtime.ops.recurrence_chunks import Delta, Local, Reads, ScalarDecay, VectorDecay, decay_of
 from treecompile.runtime.ops.recurrence_plan import RecurrenceTables, Slice, recurrence_tables
 from treecompile.runtime.ops.registry import define, register_autocast
 from treecompile.runtime.ops.segment_sum import segment_sum
@@ -91,7 +91,9 @@ def _forward(
     for piece in run.slices:
         block = run.load(piece)
         above = block.pass_states(above, parts)
-        out[0].index_copy_(0, piece.own_token, _take_rows(block.outputs().to(v.dtype), piece.own_row))
+        out[0].index_copy_(
+            0, piece.own_token, _take_rows(block.outputs(run.queries(piece)).to(v.dtype), piece.own_row)
+        )
     return out
 
 
@@ -148,17 +150,18 @@ class _Block:
                 parts.clear()
         return above
 
-    def outputs(self) -> Tensor:
-        """[K, H, C, V]."""
-        local = self.decay.local
-        return torch.matmul(local.read, self.states).add_(local.inner @ self.u)
+    def outputs(self, q: Tensor) -> Tensor:
+        """[K, H, C, V] for the scaled queries [K, G, C, D]."""
+        reads = self.decay.reads(q)
+        return torch.matmul(reads.outer, self.states).add_(reads.inner @ self.u)
 
     def gradients(
-        self, grad: Tensor, below: Tensor | None, parts: list[Tensor]
+        self, q: Tensor, grad: Tensor, below: Tensor | None, parts: list[Tensor]
     ) -> tuple[_Grads, Tensor | None]:
         """Gradients of a slice's inputs.
 
         Args:
+            q: [K, G, C, D] scaled queries.
             grad: [K, H, C, V] of the outputs.
             below: gradients of the end states of the slice's last level.
             parts: gradients of the initial states of the blocks of that level that later slices hold; changed.
@@ -167,8 +170,9 @@ class _Block:
             the gradients, and `below` of the slice before.
         """
         local = self.decay.local
-        du = local.inner.transpose(-1, -2) @ grad
-        from_states = local.read.transpose(-1, -2) @ grad
+        reads = self.decay.reads(q)
+        du = reads.inner.transpose(-1, -2) @ grad
+        from_states = reads.outer.transpose(-1, -2) @ grad
         to_states = torch.zeros_like(self.states)
         for step in reversed(self.piece.steps):
             at = slice(step.begin, step.end)
@@ -186,21 +190,21 @@ class _Block:
                 level = parts[0] if len(parts) == 1 else torch.cat(parts)
                 parts.clear()
                 below = level if step.children is None else _sum_children(level, step.children)
-        inner = grad @ self.u.transpose(-1, -2)
-        read = grad @ self.states.transpose(-1, -2)
+        out = Reads(grad @ self.states.transpose(-1, -2), grad @ self.u.transpose(-1, -2))
         write = self.u @ to_states.transpose(-1, -2)
         keep = (self.states * to_states).sum(-1, keepdim=True)
         if local.keep.shape[-2] == 1:
             keep = keep.sum(-2, keepdim=True)
         if self.solve is None or local.delta is None:
-            return _Grads(*self.decay.backward(Local(read, write, keep, inner, None)), du, None), below
+            found = self.decay.backward(Local(write, keep, None), out, q, reads)
+            return _Grads(*found, du, None), below
         dy = self.solve.inverse.transpose(-1, -2) @ du
         lower = (dy @ self.u.transpose(-1, -2)).neg_().tril_(-1)
         erase = (dy @ self.states.transpose(-1, -2)).neg_()
         beta = (dy * self.v).sum(-1)
         beta += (erase * local.delta.erase).sum(-1) + (lower * local.delta.lower).sum(-1)
         delta = Delta(erase.mul_(self.solve.beta), lower.mul_(self.solve.beta))
-        found = self.decay.backward(Local(read, write, keep, inner, delta))
+        found = self.decay.backward(Local(write, keep, delta), out, q, reads)
         return _Grads(*found, dy.mul_(self.solve.beta), beta), below
 
 
@@ -264,9 +268,9 @@ class _Run:
         return found.view(*index.shape, *x.shape[2:])
 
     def load(self, piece: Slice) -> _Block:
-        """Gather a slice's tokens and do its local work."""
-        q, k, v = (self._gather(x, piece.rows) for x in (self.q, self.k, self.v))
-        decay = decay_of(q.mul_(self.scale), k, self._gather(self.gate, piece.rows), self.beta is not None)
+        """Gather a slice's keys, values and gates, and do the local work of its states."""
+        k, v = (self._gather(x, piece.rows) for x in (self.k, self.v))
+        decay = decay_of(k, self._gather(self.gate, piece.rows), self.beta is not None)
         u, solve = v, None
         if self.beta is not None and decay.local.delta is not None:
             delta = decay.local.delta
@@ -276,6 +280,10 @@ class _Run:
             u, solve = inverse @ (beta * v), _Solve(beta, inverse, inverse @ (beta * delta.erase))
         states = v.new_empty((*v.shape[:2], k.shape[-1], v.shape[-1]))
         return _Block(piece, decay, v, u, solve, states)
+
+    def queries(self, piece: Slice) -> Tensor:
+        """The scaled queries of the rows that a slice owns."""
+        return self._gather(self.q, piece.owned).mul_(self.scale)
 
     def load_grad(self, grad: Tensor, piece: Slice) -> Tensor:
         """Gradients of the outputs that the slice owns."""
@@ -363,7 +371,7 @@ def _backward(
     for piece, start in zip(reversed(run.slices), reversed(starts), strict=True):
         block = run.load(piece)
         block.pass_states(start, [])
-        found, below = block.gradients(run.load_grad(grads, piece), below, parts)
+        found, below = block.gradients(run.queries(piece), run.load_grad(grads, piece), below, parts)
         totals.add(piece, found)
     return totals.result(q, k, v, gate, beta)
 

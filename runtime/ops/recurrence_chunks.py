@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Delta", "Local", "ScalarDecay", "VectorDecay", "decay_of"]
+__all__ = ["Delta", "Local", "Reads", "ScalarDecay", "VectorDecay", "decay_of"]
 
 
 @dataclass
@@ -44,21 +44,30 @@ class Delta:
 
 
 @dataclass
+class Reads:
+    """What outputs are read with, or the gradients of it.
+
+    Attributes:
+        outer: [K, H, C, D] `scale q * e`, for the state.
+        inner: [K, H, C, C] A, for the block's own updates.
+    """
+
+    outer: Tensor
+    inner: Tensor
+
+
+@dataclass
 class Local:
     """Local quantities of a slice of blocks, or their gradients.
 
     Attributes:
-        read: [K, H, C, D] `scale q * e`.
         write: [K, H, C, D] `k * w`.
         keep: [K, H, D or 1, 1] `e_C`.
-        inner: [K, H, C, C] A.
         delta: None without beta.
     """
 
-    read: Tensor
     write: Tensor
     keep: Tensor
-    inner: Tensor
     delta: Delta | None
 
 
@@ -78,10 +87,10 @@ def _after(x: Tensor, dim: int) -> Tensor:
 
 
 class ScalarDecay:
-    """Decays that are numbers per head. q (scaled), k: [K, G, C, D]; gate: [K, H, C]."""
+    """Decays that are numbers per head. k: [K, G, C, D], as the scaled q of `reads`; gate: [K, H, C]."""
 
-    def __init__(self, q: Tensor, k: Tensor, gate: Tensor, delta: bool) -> None:
-        self.q, self.k, self.groups = q, k, q.shape[1]
+    def __init__(self, k: Tensor, gate: Tensor, delta: bool) -> None:
+        self.k, self.groups = k, k.shape[1]
         # Differences of sums lose what the sums have in common: these are in fp64, as a number and the rest of it.
         sums = gate.clamp(min=_lowest(gate.dtype)).double().cumsum(-1)
         near = sums.to(gate.dtype)
@@ -90,12 +99,14 @@ class ScalarDecay:
         steps = (near.unsqueeze(-1) - near.unsqueeze(-2)).add_(rest.unsqueeze(-1)).sub_(rest.unsqueeze(-2))
         self.decay = steps.clamp_(max=0).exp_().tril_()
         self.local = Local(
-            read=self._times(q, self.e),
             write=self._times(k, self.w),
             keep=self.e[..., -1, None, None],
-            inner=self._product(q, k),
             delta=Delta(self._times(k, self.e), self._product(k, k).tril_(-1)) if delta else None,
         )
+
+    def reads(self, q: Tensor) -> Reads:
+        """What outputs are read with."""
+        return Reads(self._times(q, self.e), self._product(q, self.k))
 
     def _times(self, x: Tensor, factor: Tensor) -> Tensor:
         return (x.unsqueeze(2) * _heads(factor, self.groups).unsqueeze(-1)).flatten(1, 2)
@@ -111,14 +122,19 @@ class ScalarDecay:
             return x * shaped
         return _heads(x * shaped, self.groups).sum(2)
 
-    def backward(self, grad: Local) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q (scaled), k [K, G, C, D] and the gate [K, H, C]."""
+    def backward(self, grad: Local, out: Reads, q: Tensor, reads: Reads) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q (scaled), k [K, G, C, D] and the gate [K, H, C].
+
+        Args:
+            grad, out: gradients of `local` and of `reads`.
+            q, reads: as of `reads(q)`.
+        """
         local = self.local
-        inner = self._sum(grad.inner, self.decay)
-        dq = torch.matmul(inner, self.k).add_(self._sum(grad.read, self.e))
-        dk = torch.matmul(inner.transpose(-1, -2), self.q).add_(self._sum(grad.write, self.w))
-        through = grad.inner * local.inner
-        to_here = (grad.read * local.read).sum(-1)
+        inner = self._sum(out.inner, self.decay)
+        dq = torch.matmul(inner, self.k).add_(self._sum(out.outer, self.e))
+        dk = torch.matmul(inner.transpose(-1, -2), q).add_(self._sum(grad.write, self.w))
+        through = out.inner * reads.inner
+        to_here = (out.outer * reads.outer).sum(-1)
         if grad.delta is not None and local.delta is not None:
             lower = self._sum(grad.delta.lower, self.decay)
             dk += torch.matmul(lower + lower.transpose(-1, -2), self.k)
@@ -134,28 +150,34 @@ class ScalarDecay:
 
 
 class VectorDecay:
-    """Decays that are vectors over D. q (scaled), k, gate: [K, H, C, D], C a power of two."""
+    """Decays that are vectors over D. k, gate and the scaled q of `reads`: [K, H, C, D], C a power of two."""
 
-    def __init__(self, q: Tensor, k: Tensor, gate: Tensor, delta: bool) -> None:
-        self.q, self.k = q, k
+    def __init__(self, k: Tensor, gate: Tensor, delta: bool) -> None:
+        self.k = k
         gate = self.gate = gate.clamp(min=_lowest(gate.dtype))
         self.e = gate.cumsum(-2).exp_()
         self.w = self._behind(gate).exp_()
-        rows = gate.shape[-2]
-        inner, lower = gate.new_zeros((2, *gate.shape[:2], rows, rows))
-        inner.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-        for size in self._sizes(rows):
-            qr, kr, kl = self._halves(size)[:3]
-            self._corners(inner, size).copy_(qr @ kl.transpose(-1, -2))
-            if delta:
-                self._corners(lower, size).copy_(kr @ kl.transpose(-1, -2))
         self.local = Local(
-            read=q * self.e,
             write=k * self.w,
             keep=self.e[..., -1, :].unsqueeze(-1),
-            inner=inner,
-            delta=Delta(k * self.e, lower) if delta else None,
+            delta=Delta(k * self.e, self._products(k)) if delta else None,
         )
+
+    def reads(self, q: Tensor) -> Reads:
+        """What outputs are read with."""
+        inner = self._products(q)
+        inner.diagonal(dim1=-2, dim2=-1).copy_((q * self.k).sum(-1))
+        return Reads(q * self.e, inner)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """[K, H, C, C] `x_i' (d_ij * k_j)` below the diagonal, else zero."""
+        out = x.new_zeros((*x.shape[:3], x.shape[2]))
+        for size in self._sizes(x.shape[2]):
+            right, left = self._decays(size)
+            upper = self._split(x, size)[:, :, :, 1] * right
+            lower = self._split(self.k, size)[:, :, :, 0] * left
+            self._corners(out, size).copy_(upper @ lower.transpose(-1, -2))
+        return out
 
     @staticmethod
     def _behind(gate: Tensor) -> Tensor:
@@ -178,19 +200,23 @@ class VectorDecay:
         cut = x.view(*x.shape[:2], pairs, 2, size, pairs, 2, size)[:, :, :, 1, :, :, 0, :]
         return cut.diagonal(dim1=2, dim2=4).movedim(-1, 2)
 
-    def _halves(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q and k of right halves and k of left ones, each decayed to the cut between, and the two decays."""
-        q, k, gate = (self._split(x, size) for x in (self.q, self.k, self.gate))
-        right, left = gate[:, :, :, 1].cumsum(-2).exp_(), self._behind(gate[:, :, :, 0]).exp_()
-        return q[:, :, :, 1] * right, k[:, :, :, 1] * right, k[:, :, :, 0] * left, right, left
+    def _decays(self, size: int) -> tuple[Tensor, Tensor]:
+        """Decays from the cut between two halves to each row of the right one, and from the left one to the cut."""
+        gate = self._split(self.gate, size)
+        return gate[:, :, :, 1].cumsum(-2).exp_(), self._behind(gate[:, :, :, 0]).exp_()
 
-    def backward(self, grad: Local) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q (scaled), k and the gate, [K, H, C, D]."""
+    def backward(self, grad: Local, out: Reads, q: Tensor, reads: Reads) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q (scaled), k and the gate, [K, H, C, D].
+
+        Args:
+            grad, out: gradients of `local` and of `reads`.
+            q, reads: as of `reads(q)`.
+        """
         local = self.local
-        diagonal = grad.inner.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        dq = (grad.read * self.e).addcmul_(diagonal, self.k)
-        dk = (grad.write * self.w).addcmul_(diagonal, self.q)
-        to_here = grad.read * local.read
+        diagonal = out.inner.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq = (out.outer * self.e).addcmul_(diagonal, self.k)
+        dk = (grad.write * self.w).addcmul_(diagonal, q)
+        to_here = out.outer * reads.outer
         if grad.delta is not None and local.delta is not None:
             dk.addcmul_(grad.delta.erase, self.e)
             to_here.addcmul_(grad.delta.erase, local.delta.erase)
@@ -198,26 +224,28 @@ class VectorDecay:
         behind = grad.write * local.write
         dgate = _after(to_here, -2)
         dgate[..., 1:, :] += behind.cumsum(-2)[..., :-1, :]
-        for size in self._sizes(self.q.shape[-2]):
-            qr, kr, kl, right, left = self._halves(size)
-            inner = self._corners(grad.inner, size)
-            dqr, dkl = inner @ kl, inner.transpose(-1, -2) @ qr
-            to_right = dqr * qr
-            q, k, gate = (self._split(x, size) for x in (dq, dk, dgate))
-            q[:, :, :, 1].addcmul_(dqr, right)
-            if grad.delta is not None:
-                lower = self._corners(grad.delta.lower, size)
-                dkr = lower @ kl
-                dkl += lower.transpose(-1, -2) @ kr
-                to_right.addcmul_(dkr, kr)
-                k[:, :, :, 1].addcmul_(dkr, right)
-            k[:, :, :, 0].addcmul_(dkl, left)
-            gate[:, :, :, 1] += _after(to_right, -2)
+        pairs = [(q, dq, out.inner)]
+        if grad.delta is not None:
+            pairs.append((self.k, dk, grad.delta.lower))
+        for size in self._sizes(q.shape[-2]):
+            right, left = self._decays(size)
+            lower = self._split(self.k, size)[:, :, :, 0] * left
+            to_lower, to_right = torch.zeros_like(lower), torch.zeros_like(lower)
+            for x, dx, products in pairs:
+                corner = self._corners(products, size)
+                upper = self._split(x, size)[:, :, :, 1] * right
+                to_upper = corner @ lower
+                to_lower += corner.transpose(-1, -2) @ upper
+                to_right.addcmul_(to_upper, upper)
+                self._split(dx, size)[:, :, :, 1].addcmul_(to_upper, right)
+            self._split(dk, size)[:, :, :, 0].addcmul_(to_lower, left)
+            split = self._split(dgate, size)
+            split[:, :, :, 1] += _after(to_right, -2)
             if size > 1:
-                gate[:, :, :, 0, 1:] += (dkl * kl).cumsum(-2)[..., :-1, :]
+                split[:, :, :, 0, 1:] += (to_lower * lower).cumsum(-2)[..., :-1, :]
         return dq, dk, dgate
 
 
-def decay_of(q: Tensor, k: Tensor, gate: Tensor, delta: bool) -> ScalarDecay | VectorDecay:
+def decay_of(k: Tensor, gate: Tensor, delta: bool) -> ScalarDecay | VectorDecay:
     """The local work of a slice; ``gate`` [K, H, C], or [K, H, C, D] for a vector."""
-    return (VectorDecay if gate.dim() == 4 else ScalarDecay)(q, k, gate, delta)
+    return (VectorDecay if gate.dim() == 4 else ScalarDecay)(k, gate, delta)
