@@ -474,6 +474,37 @@ def test_convolution_dtypes(dtype: torch.dtype) -> None:
         assert tree_causal_conv1d(x, weight, b, *tables(tree)).dtype == torch.bfloat16
 
 
+@pytest.mark.gpu
+@each_form
+def test_the_gpu_gives_what_the_cpu_gives(form: Form) -> None:
+    tree = RolloutTree.from_rows([[*range(90), i, *range(30)] for i in range(4)])
+    end, segments = tables(tree)
+    x = form.inputs(tree.n, -5.0)
+    there = [y.detach().cuda().requires_grad_() for y in x]
+    results = []
+    for y, ends in ((x, end), (there, end.cuda()), (there, end.cuda())):
+        out = tree_recurrence(*y[:4], y[4] if form.delta else None, ends, segments, SCALE, 32)
+        results.append([z.cpu() for z in (out, *torch.autograd.grad((out * out).sum(), y))])
+    for a, b, c in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=ATOL, atol=ATOL)
+        assert torch.equal(b, c)
+
+
+@pytest.mark.gpu
+def test_the_convolution_on_the_gpu() -> None:
+    tree = RolloutTree.from_rows([[*range(90), i, *range(30)] for i in range(4)])
+    end, segments = tables(tree)
+    x = conv_inputs(tree.n, 4, True)
+    there = [y.detach().cuda().requires_grad_() for y in x]
+    results = []
+    for y, ends in ((x, end), (there, end.cuda()), (there, end.cuda())):
+        out = tree_causal_conv1d(*y, ends, segments)
+        results.append([z.cpu() for z in (out, *torch.autograd.grad((out * out).sum(), y))])
+    for a, b, c in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=ATOL, atol=ATOL)
+        assert torch.equal(b, c)
+
+
 @pytest.mark.parametrize("module", ["recurrence", "recurrence_plan", "causal_conv"])
 def test_doctests(module: str) -> None:
     found = importlib.import_module(f"treecompile.runtime.ops.{module}")

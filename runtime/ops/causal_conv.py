@@ -67,7 +67,7 @@ def _tables(x: Tensor, weight: Tensor, bias: Tensor | None, subtree_end: Tensor,
     )
     if made.tokens != x.shape[2] or subtree_end.shape != (made.tokens,):
         raise ValueError(f"tree_causal_conv1d: a table of {made.tokens} tokens for x of shape {x.shape}")
-    if not subtree_end.is_cuda and not torch.equal(subtree_end, made.subtree_end):
+    if not subtree_end.is_cuda and not torch.equal(subtree_end.int(), made.subtree_end):
         raise ValueError("tree_causal_conv1d: subtree_end is not that of the segment table")
     return made
 

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.ops.attention_math import accumulation_dtype
-from treecompile.runtime.ops.recurrence_chunks import Delta, Local, Reads, ScalarDecay, VectorDecay, decay_of
+from treecompile.runtime.ops.recurrence_chunks import (
+    Delta,
+    Local,
+    Reads,
+    ScalarDecay,
+    VectorDecay,
+    add_product,
+    decay_of,
+)
 from treecompile.runtime.ops.recurrence_plan import RecurrenceTables, Slice, recurrence_tables
 from treecompile.runtime.ops.registry import define, register_autocast
 from treecompile.runtime.ops.segment_sum import segment_sum
@@ -30,7 +38,7 @@ from treecompile.runtime.ops.segment_sum import segment_sum
 __all__ = ["tree_recurrence", "tree_recurrence_backward", "tree_recurrence_reference"]
 
 # What the blocks that are computed at once may hold.
-SLICE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
+SLICE_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? beta, Tensor subtree_end, Tensor segments_host,"
@@ -142,9 +150,10 @@ class _Block:
             else:
                 torch.index_select(above, 0, step.up, out=states)
                 if self.solve is not None:
-                    u.sub_(self.solve.seen[at] @ states)
+                    add_product(u, self.solve.seen[at], states, -1)
             if step.below:
-                parts.append((local.keep[at] * states).add_(local.write[at].transpose(-1, -2) @ u))
+                kept = local.keep[at] * states
+                parts.append(add_product(kept, local.write[at].transpose(-1, -2), u))
             if step.closes:
                 above = None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
                 parts.clear()
@@ -153,7 +162,7 @@ class _Block:
     def outputs(self, q: Tensor) -> Tensor:
         """[K, H, C, V] for the scaled queries [K, G, C, D]."""
         reads = self.decay.reads(q)
-        return torch.matmul(reads.outer, self.states).add_(reads.inner @ self.u)
+        return add_product(reads.outer @ self.states, reads.inner, self.u)
 
     def gradients(
         self, q: Tensor, grad: Tensor, below: Tensor | None, parts: list[Tensor]
@@ -179,12 +188,12 @@ class _Block:
             if below is not None:
                 ends = below[step.place : step.place + step.end - step.begin]
                 to_states[at] = ends
-                du[at] += local.write[at] @ ends
-                from_states[at] += local.keep[at] * ends
+                add_product(du[at], local.write[at], ends)
+                from_states[at].addcmul_(local.keep[at], ends)
             if step.up is None:
                 continue
             if self.solve is not None:
-                from_states[at] -= self.solve.seen[at].transpose(-1, -2) @ du[at]
+                add_product(from_states[at], self.solve.seen[at].transpose(-1, -2), du[at], -1)
             parts.insert(0, from_states[at])
             if step.opens:
                 level = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -319,7 +328,7 @@ def _check_tree(tables: RecurrenceTables, subtree_end: Tensor) -> None:
     """Compare the two descriptions of the tree: on the host all of it, on a device the number of tokens."""
     if tables.tokens != subtree_end.shape[0]:
         raise ValueError(f"tree_recurrence: a table of {tables.tokens} tokens for {subtree_end.shape[0]}")
-    if not subtree_end.is_cuda and not torch.equal(subtree_end, tables.subtree_end):
+    if not subtree_end.is_cuda and not torch.equal(subtree_end.int(), tables.subtree_end):
         raise ValueError("tree_recurrence: subtree_end is not that of the segment table")
 
 

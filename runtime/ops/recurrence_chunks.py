@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Delta", "Local", "Reads", "ScalarDecay", "VectorDecay", "decay_of"]
+__all__ = ["Delta", "Local", "Reads", "ScalarDecay", "VectorDecay", "add_product", "decay_of"]
 
 
 @dataclass
@@ -81,6 +81,12 @@ def _heads(x: Tensor, groups: int) -> Tensor:
     return x.view(x.shape[0], groups, -1, *x.shape[2:])
 
 
+def add_product(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
+    """``x += factor * a @ b`` in place, blocks and heads in front."""
+    x.view(-1, *x.shape[2:]).baddbmm_(a.flatten(0, 1), b.flatten(0, 1), alpha=factor)
+    return x
+
+
 def _after(x: Tensor, dim: int) -> Tensor:
     """Sums over the rows from each one on: the adjoint of `cumsum`."""
     return x.flip(dim).cumsum(dim).flip(dim)
@@ -131,13 +137,13 @@ class ScalarDecay:
         """
         local = self.local
         inner = self._sum(out.inner, self.decay)
-        dq = torch.matmul(inner, self.k).add_(self._sum(out.outer, self.e))
-        dk = torch.matmul(inner.transpose(-1, -2), q).add_(self._sum(grad.write, self.w))
+        dq = add_product(self._sum(out.outer, self.e), inner, self.k)
+        dk = add_product(self._sum(grad.write, self.w), inner.transpose(-1, -2), q)
         through = out.inner * reads.inner
         to_here = (out.outer * reads.outer).sum(-1)
         if grad.delta is not None and local.delta is not None:
             lower = self._sum(grad.delta.lower, self.decay)
-            dk += torch.matmul(lower + lower.transpose(-1, -2), self.k)
+            add_product(dk, lower + lower.transpose(-1, -2), self.k)
             dk += self._sum(grad.delta.erase, self.e)
             through = through.addcmul_(grad.delta.lower, local.delta.lower)
             to_here += (grad.delta.erase * local.delta.erase).sum(-1)
