@@ -99,9 +99,7 @@ def _forward(
     for piece in run.slices:
         block = run.load(piece)
         above = block.pass_states(above, parts)
-        out[0].index_copy_(
-            0, piece.own_token, _take_rows(block.outputs(run.queries(piece)).to(v.dtype), piece.own_row)
-        )
+        run.store(out[0], piece, block.outputs(run.queries(piece)).to(v.dtype))
     return out
 
 
@@ -141,19 +139,26 @@ class _Block:
         Returns:
             `above` of the next slice.
         """
-        local = self.decay.local
-        for step in self.piece.steps:
+        local, steps = self.decay.local, self.piece.steps
+        passed = False
+        for i, step in enumerate(steps):
             at = slice(step.begin, step.end)
             states, u = self.states[at], self.u[at]
-            if step.up is None or above is None:
+            if step.root or above is None:
                 states.zero_()
             else:
-                torch.index_select(above, 0, step.up, out=states)
+                if step.up is not None:
+                    torch.index_select(above, 0, step.up, out=states)
+                elif not passed:
+                    states.copy_(above[step.place : step.place + step.end - step.begin])
                 if self.solve is not None:
                     add_product(u, self.solve.seen[at], states, -1)
             if step.below:
-                kept = local.keep[at] * states
-                parts.append(add_product(kept, local.write[at].transpose(-1, -2), u))
+                # Where each block has one child, its end state is written to where the child begins.
+                passed = i + 1 < len(steps) and step.opens and step.closes and steps[i + 1].up is None
+                ends = torch.empty_like(states) if not passed else self.states[step.end : steps[i + 1].end]
+                torch.mul(local.keep[at], states, out=ends)
+                parts.append(add_product(ends, local.write[at].transpose(-1, -2), u))
             if step.closes:
                 above = None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
                 parts.clear()
@@ -190,7 +195,7 @@ class _Block:
                 to_states[at] = ends
                 add_product(du[at], local.write[at], ends)
                 from_states[at].addcmul_(local.keep[at], ends)
-            if step.up is None:
+            if step.root:
                 continue
             if self.solve is not None:
                 add_product(from_states[at], self.solve.seen[at].transpose(-1, -2), du[at], -1)
@@ -234,7 +239,7 @@ def _sum_children(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 class _Run:
-    """The inputs of a call as rows of tokens, one more of zeros behind them, and the slices to run."""
+    """The inputs of a call as rows of tokens, and the slices to run."""
 
     def __init__(
         self,
@@ -269,34 +274,48 @@ class _Run:
         budget = SLICE_BYTES.get(v.device.type, SLICE_BYTES["cpu"])
         self.slices = self.tables.slices(max(budget // max(each, 1), 1), width)
 
-    def _gather(self, x: Tensor, rows: Tensor) -> Tensor:
-        """[N + 1, heads, ...] at rows [K, C] as [K, heads, C, ...]."""
-        heads = x.shape[1]
-        index = rows.unsqueeze(1) * heads + torch.arange(heads, device=rows.device).view(1, -1, 1)
+    def _gather(self, x: Tensor, piece: Slice, without: Tensor | None) -> Tensor:
+        """[N, heads, ...] as [K, heads, C, ...]; zeros in the rows `without`."""
+        heads, (blocks, width) = x.shape[1], piece.rows.shape
+        index = piece.rows.unsqueeze(1) * heads + torch.arange(heads, device=x.device).view(1, -1, 1)
         found = x.flatten(0, 1).index_select(0, index.view(-1)).to(self.dtype)
-        return found.view(*index.shape, *x.shape[2:])
+        found = found.view(blocks, heads, width, *x.shape[2:])
+        if without is not None:
+            found[without // width, :, without % width] = 0
+        return found
 
     def load(self, piece: Slice) -> _Block:
         """Gather a slice's keys, values and gates, and do the local work of its states."""
-        k, v = (self._gather(x, piece.rows) for x in (self.k, self.v))
-        decay = decay_of(k, self._gather(self.gate, piece.rows), self.beta is not None)
+        k, v, gate = (self._gather(x, piece, piece.empty) for x in (self.k, self.v, self.gate))
+        decay = decay_of(k, gate, self.beta is not None)
         u, solve = v, None
         if self.beta is not None and decay.local.delta is not None:
             delta = decay.local.delta
-            beta = self._gather(self.beta, piece.rows).unsqueeze(-1)
+            beta = self._gather(self.beta, piece, piece.empty).unsqueeze(-1)
             unit = torch.eye(v.shape[2], dtype=self.dtype, device=v.device).expand_as(delta.lower)
             inverse = torch.linalg.solve_triangular(beta * delta.lower, unit, upper=False, unitriangular=True)
-            u, solve = inverse @ (beta * v), _Solve(beta, inverse, inverse @ (beta * delta.erase))
+            scaled = inverse * beta.transpose(-1, -2)
+            u, solve = scaled @ v, _Solve(beta, inverse, scaled @ delta.erase)
         states = v.new_empty((*v.shape[:2], k.shape[-1], v.shape[-1]))
         return _Block(piece, decay, v, u, solve, states)
 
     def queries(self, piece: Slice) -> Tensor:
         """The scaled queries of the rows that a slice owns."""
-        return self._gather(self.q, piece.owned).mul_(self.scale)
+        return self._gather(self.q, piece, piece.foreign).mul_(self.scale)
 
     def load_grad(self, grad: Tensor, piece: Slice) -> Tensor:
         """Gradients of the outputs that the slice owns."""
-        return self._gather(grad, piece.owned)
+        return self._gather(grad, piece, piece.foreign)
+
+    @staticmethod
+    def store(out: Tensor, piece: Slice, x: Tensor) -> None:
+        """Write the rows of x [K, heads, C, ...] that a slice owns to their tokens in out [N, heads, ...]."""
+        heads = x.shape[1]
+        if piece.own_row is not None:
+            out.index_copy_(0, piece.own_token, _take_rows(x, piece.own_row))
+            return
+        target = piece.rows.unsqueeze(1) * heads + torch.arange(heads, device=x.device).view(1, -1, 1)
+        out.flatten(0, 1).index_copy_(0, target.view(-1), x.flatten(0, 2))
 
 
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -308,8 +327,8 @@ def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[1, N, ...] as contiguous [N + 1, ...], the last row of zeros."""
-    return torch.cat([x[0], x.new_zeros((1, *x.shape[2:]))])
+    """[1, N, ...] as contiguous [N, ...]."""
+    return x[0].contiguous()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None) -> None:
@@ -397,14 +416,18 @@ class _Totals:
             x: Tensor | None = getattr(grads, name)
             if x is None:
                 continue
-            own = name == "q"
-            tokens = piece.own_token if own else piece.tokens
-            rows = _take_rows(x, piece.own_row if own else piece.held)
-            if not own and piece.offsets is not None:
+            shape = (self.run.tables.tokens, x.shape[1], *x.shape[3:])
+            if name == "q":  # of owned rows alone, each of which writes its token
+                if name not in self.sums:
+                    self.sums[name] = x.new_empty(shape)
+                self.run.store(self.sums[name], piece, x)
+                continue
+            rows = _take_rows(x, piece.held)
+            if piece.offsets is not None:
                 rows = segment_sum(rows, piece.offsets, torch.arange(rows.shape[0], device=rows.device))
             if name not in self.sums:
-                self.sums[name] = rows.new_zeros((self.run.tables.tokens, *rows.shape[1:]))
-            self.sums[name].index_add_(0, tokens, rows)
+                self.sums[name] = x.new_zeros(shape)
+            self.sums[name].index_add_(0, piece.tokens, rows)
 
     def result(
         self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None

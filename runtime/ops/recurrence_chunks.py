@@ -36,7 +36,7 @@ class Delta:
 
     Attributes:
         erase: [K, H, C, D] `k * e`.
-        lower: [K, H, C, C] `k_i' (d_ij * k_j)`, zero on and above the diagonal.
+        lower: [K, H, C, C] `k_i' (d_ij * k_j)`, below the diagonal; what stands on it is not read.
     """
 
     erase: Tensor
@@ -107,7 +107,7 @@ class ScalarDecay:
         self.local = Local(
             write=self._times(k, self.w),
             keep=self.e[..., -1, None, None],
-            delta=Delta(self._times(k, self.e), self._product(k, k).tril_(-1)) if delta else None,
+            delta=Delta(self._times(k, self.e), self._product(k, k)) if delta else None,
         )
 
     def reads(self, q: Tensor) -> Reads:

@@ -33,7 +33,9 @@ class Step:
     Attributes:
         begin, end: the blocks, counted in their slice.
         place: the first one, counted in its level.
-        up: int64 [end - begin], the parents, counted in their level; None on the first level.
+        root: whether this is the first level.
+        up: int64 [end - begin], the parents, counted in their level; None on the first level, and where every block
+            of the level above has one child.
         opens, closes: whether these are the first and the last blocks of the level.
         below: whether there is a next level.
         children: int64 [parents + 1], CSR offsets of the whole level's blocks by parent; None where every block of
@@ -43,6 +45,7 @@ class Step:
     begin: int
     end: int
     place: int
+    root: bool
     up: Tensor | None
     opens: bool
     closes: bool
@@ -56,18 +59,21 @@ class Slice:
 
     Attributes:
         steps: by level.
-        rows: int64 [K, C], the packed token in each row of a block, N where there is none.
-        owned: int64 [K, C], the same, N where another block owns the token.
-        own_token, own_row: int64, the tokens that the slice owns, and which of its K * C rows each is.
+        rows: int64 [K, C], the packed token in each row of a block; any where there is none.
+        empty: int64, which of the K * C rows have none; None where all do.
+        foreign: int64, the rows without a token or with one that another block owns; None where there are none.
+        own_token, own_row: int64, the tokens that the slice owns, and the row of each, in order of the rows; `own_row`
+            is None where all rows are owned.
         tokens, offsets, held: the tokens of the slice, ascending, and the CSR of rows that hold each; ``offsets`` is
             None where each token is in one row.
     """
 
     steps: tuple[Step, ...]
     rows: Tensor
-    owned: Tensor
+    empty: Tensor | None
+    foreign: Tensor | None
     own_token: Tensor
-    own_row: Tensor
+    own_row: Tensor | None
     tokens: Tensor
     offsets: Tensor | None
     held: Tensor
@@ -150,10 +156,11 @@ class RecurrenceTables:
         offsets = None if len(tokens) == len(held) else np.r_[0, np.cumsum(counts)]
         return Slice(
             steps=tuple(self._step(*part, begin) for part in parts),
-            rows=self._tensor(rows).view(-1, width),
-            owned=self._tensor(owned).view(-1, width),
+            rows=self._tensor(np.minimum(rows, self.tokens - 1)).view(-1, width),
+            empty=self._some(np.flatnonzero(rows == self.tokens)),
+            foreign=self._some(np.flatnonzero(owned == self.tokens)),
             own_token=self._tensor(owned[own_row]),
-            own_row=self._tensor(own_row),
+            own_row=None if len(own_row) == len(rows) else self._tensor(own_row),
             tokens=self._tensor(tokens),
             offsets=None if offsets is None else self._tensor(offsets),
             held=self._tensor(held),
@@ -163,14 +170,14 @@ class RecurrenceTables:
         first, last = int(self._bounds[level]), int(self._bounds[level + 1])
         up = children = None
         if level:
-            up = self._tensor(self._up[begin:end])
             family = np.bincount(self._up[first:last], minlength=first - int(self._bounds[level - 1]))
             if not (family == 1).all():
-                children = self._tensor(np.r_[0, np.cumsum(family)])
+                up, children = self._tensor(self._up[begin:end]), self._tensor(np.r_[0, np.cumsum(family)])
         return Step(
             begin=begin - base,
             end=end - base,
             place=begin - first,
+            root=level == 0,
             up=up,
             opens=begin == first,
             closes=end == last,
@@ -180,6 +187,9 @@ class RecurrenceTables:
 
     def _padded(self, rows: Array, width: int) -> Array:
         return np.pad(rows, ((0, 0), (0, width - self.width)), constant_values=self.tokens)
+
+    def _some(self, values: Array) -> Tensor | None:
+        return self._tensor(values) if len(values) else None
 
     def _tensor(self, values: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
