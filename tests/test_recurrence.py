@@ -342,6 +342,9 @@ def test_opcheck(form: Form) -> None:
     torch.library.opcheck(tree_recurrence, (*x, *others, *tables(tree), SCALE, 2))
     plain = [y.detach() for y in x]
     torch.library.opcheck(tree_recurrence_backward, (plain[2], *plain, *others, *tables(tree), SCALE, 2))
+    strided = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in plain]
+    arguments = (*strided, *others, *tables(tree), SCALE, 2)
+    torch.library.opcheck(tree_recurrence_backward, (strided[2], *arguments), test_utils="test_faketensor")
 
 
 def test_mistakes() -> None:
@@ -450,10 +453,13 @@ def test_convolution_contracts(bias: bool) -> None:
     torch.library.opcheck(tree_causal_conv1d_backward, (plain[0], *plain, *tables(tree)))
     assert torch.autograd.gradcheck(lambda *y: tree_causal_conv1d(*y, *tables(tree)), x)
     strided = plain[0].transpose(1, 2).contiguous().transpose(1, 2)
-    for _ in range(2):
-        assert torch.equal(
-            tree_causal_conv1d(strided, *plain[1:], *tables(tree)), tree_causal_conv1d(*plain, *tables(tree))
-        )
+    arguments = (strided, *plain[1:], *tables(tree))
+    torch.library.opcheck(tree_causal_conv1d, arguments, test_utils="test_faketensor")
+    torch.library.opcheck(tree_causal_conv1d_backward, (strided, *arguments), test_utils="test_faketensor")
+    out = tree_causal_conv1d(strided, *plain[1:], *tables(tree))
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, tree_causal_conv1d(*plain, *tables(tree)), rtol=ATOL, atol=ATOL)
+    assert torch.equal(out, tree_causal_conv1d(strided, *plain[1:], *tables(tree)))
     with pytest.raises(ValueError, match="for weights"):
         tree_causal_conv1d(plain[0][:, :2], *plain[1:], *tables(tree))
     with pytest.raises(ValueError, match="a table of 6"):

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treecompile.runtime.cache import TreeCache
@@ -126,23 +125,28 @@ def _forward(
         Under autocast x, weight and bias are cast to the ambient dtype, as for ``conv1d``.
     """
     tables = _tables(x, weight, bias, subtree_end, segments_host)
-    tokens, taps, dtype = tables.tokens, weight.shape[1], accumulation_dtype(x.dtype)
-    padded, weights = F.pad(x[0].to(dtype), (taps - 1, 0)), weight.to(dtype)
+    dtype = accumulation_dtype(x.dtype)
+    values, weights = x[0].to(dtype), weight.to(dtype)
     start = torch.zeros_like(weights[:, :1]) if bias is None else bias.to(dtype).unsqueeze(1)
-
-    def add_up(pick: Any, columns: int) -> Tensor:
-        out = start.repeat(1, columns)
-        for w in range(taps):
-            out.addcmul_(pick(w), weights[:, w : w + 1])
-        return out
-
-    out = add_up(lambda w: padded[:, w : w + tokens], tokens)
+    out = torch.addcmul(start, values, weights[:, -1:])
+    for j, tap in _taps(weights, tables.tokens):
+        out[:, j:].addcmul_(values[:, : tables.tokens - j], tap)
     if tables.odd.shape[0]:
-        # An absent ancestor reads the padding.
-        index = torch.where(tables.ancestors < 0, 0, tables.ancestors + taps - 1)
-        apart = add_up(lambda w: padded.index_select(1, index[taps - 1 - w]), tables.odd.shape[0])
+        apart = start.repeat(1, tables.odd.shape[0])
+        for j, ancestors in enumerate(tables.ancestors):
+            apart.addcmul_(_read(values, ancestors), weights[:, -1 - j, None])
         out.index_copy_(1, tables.odd, apart)
-    return out.to(x.dtype).unsqueeze(0)
+    return out.to(x.dtype).contiguous().unsqueeze(0)
+
+
+def _taps(weights: Tensor, tokens: int) -> list[tuple[int, Tensor]]:
+    """(distance, weight [C, 1]) of the taps above a token itself, as far as there are tokens."""
+    return [(j, weights[:, -1 - j, None]) for j in range(1, min(weights.shape[1], tokens))]
+
+
+def _read(values: Tensor, ancestors: Tensor) -> Tensor:
+    """[C, M] at the ancestors, zero where there is none."""
+    return values.index_select(1, ancestors.clamp(min=0)).masked_fill_(ancestors < 0, 0)
 
 
 def _forward_fake(x: Tensor, *others: Any) -> Tensor:
@@ -167,26 +171,24 @@ def _backward(
         contiguous tensors of the arguments' shapes and dtypes, summed in fp32 (fp64) and in fixed order.
     """
     tables = _tables(x, weight, bias, subtree_end, segments_host)
-    tokens, taps, dtype = tables.tokens, weight.shape[1], accumulation_dtype(x.dtype)
-    g, weights = grad[0].to(dtype), weight.to(dtype)
-    padded = F.pad(x[0].to(dtype), (taps - 1, 0))
+    dtype = accumulation_dtype(x.dtype)
+    g, values, weights = grad[0].to(dtype), x[0].to(dtype), weight.to(dtype)
     dbias = x.new_zeros((0,)) if bias is None else g.sum(1).to(bias.dtype)
     even = g.index_fill(1, tables.odd, 0) if tables.odd.shape[0] else g
-    behind = F.pad(even, (0, taps - 1))
-    dx, dweight = torch.zeros_like(g), torch.zeros_like(weights)
-    for w in range(taps):
-        j = taps - 1 - w
-        dx.addcmul_(behind[:, j : j + tokens], weights[:, w : w + 1])
-        dweight[:, w] = (even * padded[:, w : w + tokens]).sum(1)
+    dx, dweight = even * weights[:, -1:], torch.zeros_like(weights)
+    dweight[:, -1] = torch.einsum("cn,cn->c", even, values)
+    for j, tap in _taps(weights, tables.tokens):
+        above = slice(0, tables.tokens - j)
+        dx[:, above].addcmul_(even[:, j:], tap)
+        dweight[:, -1 - j] = torch.einsum("cn,cn->c", even[:, j:], values[:, above])
     if tables.odd.shape[0]:
         apart = g.index_select(1, tables.odd)
         rows = apart.t().contiguous()
-        for w, ancestors, reads in zip(range(taps - 1, -1, -1), tables.ancestors, tables.reads, strict=True):
-            read = padded.index_select(1, torch.where(ancestors < 0, 0, ancestors + taps - 1))
-            dweight[:, w] += (apart * read).sum(1)
+        for j, (ancestors, reads) in enumerate(zip(tables.ancestors, tables.reads, strict=True)):
+            dweight[:, -1 - j] += torch.einsum("cn,cn->c", apart, _read(values, ancestors))
             summed = segment_sum(rows, reads.offsets, reads.readers)
-            dx.index_add_(1, reads.tokens, summed.t() * weights[:, w : w + 1])
-    return dx.to(x.dtype).unsqueeze(0), dweight.to(weight.dtype), dbias
+            dx.index_add_(1, reads.tokens, summed.t() * weights[:, -1 - j, None])
+    return dx.to(x.dtype).contiguous().unsqueeze(0), dweight.to(weight.dtype), dbias
 
 
 def _backward_fake(
@@ -203,6 +205,7 @@ tree_causal_conv1d_backward = define(
     _backward_fake,
 )
 register_autocast(tree_causal_conv1d, cast=(0, 1, 2))
+register_autocast(tree_causal_conv1d_backward, cast=())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
