@@ -86,8 +86,14 @@ def _forward(
         [0.5, 0.75, 0.875, 0.875]
 
     Notes:
-        `tree_recurrence_reference` is the specification. Gated delta rule: Yang et al., 2024 (Qwen3-Next); per
-        channel: Kimi Linear, 2025; without beta: Mamba2 (Dao and Gu, 2024), lightning attention (MiniMax, 2025).
+        `tree_recurrence_reference` is the specification. What models put in:
+
+        - gated delta rule (Qwen3-Next; Yang et al., "Gated Delta Networks", 2024): as named, scale D ** -0.5;
+        - Kimi delta attention (Kimi Team, "Kimi Linear", 2025): the same with a gate per channel;
+        - SSD (Mamba2; Dao and Gu, "Transformers are SSMs", 2024): q = C, k = B, v = dt x, gate = dt A, scale 1;
+        - lightning attention (MiniMax, 2025): gate = -slope of the head, scale 1.
+
+        Blocks are computed in slices of at most `SLICE_BYTES`. Autocast casts nothing: the models compute in fp32.
     """
     _check(q, k, v, gate, beta)
     run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, backward=False)

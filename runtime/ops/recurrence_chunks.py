@@ -103,7 +103,7 @@ class ScalarDecay:
         rest = (sums - near).to(gate.dtype)
         self.e, self.w = near.exp(), (sums[..., -1:] - sums).to(gate.dtype).exp_()
         steps = (near.unsqueeze(-1) - near.unsqueeze(-2)).add_(rest.unsqueeze(-1)).sub_(rest.unsqueeze(-2))
-        self.decay = steps.clamp_(max=0).exp_().tril_()
+        self.decay = steps.exp_().tril_()  # what may overflow is above the diagonal
         self.local = Local(
             write=self._times(k, self.w),
             keep=self.e[..., -1, None, None],
