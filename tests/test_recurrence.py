@@ -511,9 +511,11 @@ def test_the_convolution_on_the_gpu() -> None:
         assert torch.equal(b, c)
 
 
-@pytest.mark.parametrize("module", ["recurrence", "recurrence_plan", "causal_conv"])
+@pytest.mark.parametrize(
+    "module", ["ops.recurrence", "ops.recurrence_plan", "ops.causal_conv", "segment_table"]
+)
 def test_doctests(module: str) -> None:
-    found = importlib.import_module(f"treecompile.runtime.ops.{module}")
+    found = importlib.import_module(f"treecompile.runtime.{module}")
     failed, count = doctest.testmod(found)
     assert failed == 0
     kernels = [found._forward] if hasattr(found, "_forward") else []
