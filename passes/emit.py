@@ -236,6 +236,8 @@ class Emitter:
         if value.form == "attention":
             site = self.grouped(self.kinds.sites[node])
             return [x for x in (site.q, site.k, site.v, site.sinks) if x is not None]
+        if value.form == "recurrence":
+            return [x for x in node.args[:6] if x is not None]
         if value.form in ("gather", "cross_entropy"):
             return [value.data[0]]
         return list(node.all_input_nodes)
@@ -465,6 +467,30 @@ class Emitter:
         return self.call(aten.reshape.default, (packed, [1, heads, *last]), node)
 
     _write_attention = attention
+
+    # ---- chains ---------------------------------------------------------------------------------------------------
+
+    def _write_recurrence(self, node: fx.Node) -> fx.Node:
+        """tree_recurrence in place of a model's own, on the prepared operands; the skip is added beside it."""
+        q, k, v, gate, beta, skip = (None if a is None else self.get(a) for a in node.args[:6])
+        scale, chunk = node.args[6:8]
+        tree = (self.tree("chain_end"), self.tree("chain_segments"))
+        out = self.call(
+            ops.tree_recurrence.default, (q, k, v, gate, beta, *tree, float(scale), int(chunk)), node
+        )
+        if skip is not None:
+            out = self.call(aten.add.Tensor, (out, skip), node)
+        return self.call(aten.to.dtype, (out, value_of(node).dtype), node)
+
+    def _write_convolution(self, node: fx.Node) -> fx.Node:
+        """tree_causal_conv1d in the dtype of the captured one: under autocast that is not the dtype of its input."""
+        dtype = value_of(node).dtype
+        x, weight, bias = (
+            None if a is None else self.call(aten.to.dtype, (self.get(a), dtype), node) for a in node.args[:3]
+        )
+        weight = self.call(aten.squeeze.dim, (weight, 1), node)
+        tree = (self.tree("chain_end"), self.tree("chain_segments"))
+        return self.call(ops.tree_causal_conv1d.default, (x, weight, bias, *tree), node)
 
 
 def _replace(site: AttentionSite, **changes: Any) -> AttentionSite:

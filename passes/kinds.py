@@ -14,6 +14,7 @@ columns, and two grid positions share a packed row only if all key columns agree
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from treecompile.passes.axes import Axis, Dim, Dims, hint_of, resolve, same_dim
+from treecompile.passes.chains import Chains
 from treecompile.passes.masks import MaskReader
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg, axis_index
@@ -59,7 +61,7 @@ class Kinds:
     ids: fx.Node | None = None
 
     def __post_init__(self) -> None:
-        self.attentions, self.written = Attentions(self), WrittenAttention(self)
+        self.attentions, self.written, self.chains = Attentions(self), WrittenAttention(self), Chains(self)
 
     # ---- entry ----------------------------------------------------------------------------------------------------
 
@@ -164,9 +166,9 @@ class Kinds:
         rule = lookup(node.target)
         if rule is None or node not in self.infer.facts:
             return False
-        if rule.family == "attention":
+        if rule.family in ("attention", "recurrence"):
             return True
-        return rule.family == "matmul" and any(
+        return rule.family in ("matmul", "convolution") and any(
             self.token_axes((dim,)) for dim in self.infer.facts[node].mixed
         )
 
@@ -347,7 +349,7 @@ class Kinds:
                 )
         for dim in facts.mixed:
             if self.token_axes((dim,)):
-                return self._mixing_reason(node, dim)
+                return self.mixing_reason(node, dim)
         if self._makes_tokens(node, rule, args):
             return reason_at(
                 node, "sequence-sized", f"{name} makes a value along the sequence out of values that are not",
@@ -355,7 +357,7 @@ class Kinds:
                 "read a table by column (table[:length], or an embedding of positions)",
             )  # fmt: skip
         if node.target is aten.index.Tensor and self._reads_grid(node):
-            return self._mixing_reason(node, self.dims(node.args[0])[0])
+            return self.mixing_reason(node, self.dims(node.args[0])[0])
         for a, b in facts.pairs:
             if self.token_axes((a, b)) and resolve(a) and resolve(b) and not same_dim(a, b):
                 return reason_at(
@@ -370,9 +372,9 @@ class Kinds:
                 stored = all(
                     self.values[a].kind is Kind.UNIFORM or self.values[a].form == "table" for a in args
                 )
-                return self._stored_pairs(node) if stored else self._mixing_reason(node, out[-1])
+                return self._stored_pairs(node) if stored else self.mixing_reason(node, out[-1])
             if any(self.is_batch(x) and x.find().span is not None for x in self.token_axes(out)):
-                return self._mixing_reason(node, out[0])
+                return self.mixing_reason(node, out[0])
         return self._crossing(node, args)
 
     def _stored_pairs(self, node: fx.Node) -> Reason:
@@ -484,7 +486,7 @@ class Kinds:
                 return found if found.kind is Kind.SHARED else self._private(node, found.reason)
             return Value(Kind.SHARED, form="take")
         if rule is not None and rule.family == "embedding" and self.token_axes(facts.mixed):
-            return self._private(node, self._mixing_reason(node, facts.mixed[0]))
+            return self._private(node, self.mixing_reason(node, facts.mixed[0]))
         return Value(Kind.SHARED)
 
     def _cuts_tokens(self, node: fx.Node) -> bool:
@@ -493,7 +495,7 @@ class Kinds:
 
     def _private(self, node: fx.Node, reason: Reason | None) -> Value:
         rule = lookup(node.target)
-        if rule is not None and rule.family == "attention":
+        if rule is not None and rule.family in ("attention", "recurrence"):
             raise Refusal(reason or self._row_reason(node))
         return Value(Kind.PRIVATE, reason=reason)
 
@@ -560,7 +562,7 @@ class Kinds:
             "nothing to do: a step runs as captured; training steps and prompts are packed",
         )  # fmt: skip
 
-    def _mixing_reason(self, node: fx.Node, dim: Dim) -> Reason:
+    def mixing_reason(self, node: fx.Node, dim: Dim) -> Reason:
         if node in self.infer.uncut:
             return self._cut_reason(node, "cuts")
         tokens = self.token_axes((dim,))
@@ -620,7 +622,7 @@ class Kinds:
 
     def _check(self) -> None:
         self._refuse_weights()
-        if not self.sites:
+        if not self.sites and not self.chains.nodes:
             meets = any(n.op == "call_function" and self._mixes(n) for n in self.graph.nodes)
             private = next(
                 (v.reason for v in self.values.values() if v.kind is Kind.PRIVATE and v.reason), None
@@ -635,8 +637,9 @@ class Kinds:
                     "compile the whole model, so that the embedding and the layers are captured together",
                 )
             )
-        first = next(iter(self.sites.values()))
+        first = next(iter(self.sites.values()), None)
         for node, site in self.sites.items():
+            assert first is not None
             same = (site.spec.visible, site.spec.documents) == (first.spec.visible, first.spec.documents)
             if not same:
                 raise Refusal(
@@ -648,6 +651,12 @@ class Kinds:
                         "use the same attention mask in every layer (windows may differ)",
                     )
                 )
+
+    @functools.cached_property
+    def visible(self) -> frozenset[tuple[fx.Node, bool]]:
+        """The padding: boolean grid values, and whether each is inverted, that hold at every token that counts."""
+        site = next(iter(self.sites.values()), None)
+        return self.chains.visible() if site is None else site.spec.visible
 
     # ---- reductions, selections and private indices --------------------------------------------------------------
 

@@ -18,7 +18,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
+from treecompile.passes.convolution import name_convolutions
 from treecompile.passes.reasons import Refusal, reason_at
+from treecompile.runtime.ops.leaf_recurrence import stateful
 
 __all__ = ["checkpoint_kwargs", "lower", "region_of"]
 
@@ -119,9 +121,25 @@ def lower(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, dic
     for node in lowered.graph.nodes:
         if node.op == "call_function" and REGION not in node.meta.get("custom", {}):
             node.meta["custom"] = {k: v for k, v in node.meta.get("custom", {}).items() if k != REGION}
+    _refuse_states(lowered)
     _functionalize(lowered)
     _drop_identities(lowered)
+    name_convolutions(lowered)
     return lowered, regions
+
+
+def _refuse_states(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if node.target is stateful:
+            raise Refusal(
+                reason_at(
+                    node,
+                    "recurrent-state",
+                    "a recurrence that is given a state, hands its last one out, or is told of documents",
+                    "the state of a row is that of its last token alone, and a packed graph starts every row from zero",
+                    "pass use_cache=False (a model in training needs no cache), and no cu_seq_lens",
+                )
+            )
 
 
 def checkpoint_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,7 @@ def _dim_text(kinds: Kinds, dim: Dim, packed: bool) -> str:
 
 _LABELS = {
     "attention": "tree_attention", "gather": "gather_expand", "cross_entropy": "gather_expand",
+    "recurrence": "tree_recurrence", "convolution": "tree_causal_conv1d",
     "weighted": "weighted_reduction", "take": "sub_layout", "table": "column_table",
 }  # fmt: skip
 
@@ -225,6 +226,8 @@ def _after(kinds: Kinds, node: fx.Node, form: str) -> str:
         x = kinds.values[node].data[0]
         packed, grid = (shape_text(kinds, x, packed=p) for p in (True, False))
         return f"gather_expand  one entry per position from {packed}, no {grid}"
+    if form in ("recurrence", "convolution"):
+        return f"{_LABELS[form]}  {shape}"
     if form == "weighted":
         return f"sum weighted by multiplicity  {shape}"
     if form == "take":

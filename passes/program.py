@@ -22,6 +22,7 @@ from treecompile.passes.emit import Emitter, Extract, Finish, expand_spec, extra
 from treecompile.passes.heads import find_heads
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
+from treecompile.passes.masks import MaskSpec
 from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, rewrites
 from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import ARGUMENT, source_text
@@ -270,7 +271,7 @@ def _frontier(kinds: Kinds, node: fx.Node) -> Frontier:
 
 
 def _has_padding(kinds: Kinds) -> bool:
-    return any(site.spec.visible for site in kinds.sites.values())
+    return bool(kinds.visible)
 
 
 def _drop_dead(gm: fx.GraphModule) -> None:
@@ -298,7 +299,7 @@ def _tree_spec(
     kinds: Kinds, inputs: Sequence[Input], demand: Any, shown: bool, lowered: fx.GraphModule
 ) -> tuple[TreeSpec, dict[str, fx.Node]]:
     """The key of the tree, and everything that the keys graph must compute, by name."""
-    site = next(iter(kinds.sites.values()))
+    masks = next((s.spec for s in kinds.sites.values()), MaskSpec())
     windows = any(s.spec.window for s in kinds.sites.values())
     by_name = {n.name: n for n in lowered.graph.nodes}
     assert kinds.ids is not None
@@ -306,8 +307,8 @@ def _tree_spec(
     batched = [n for n in kinds.keys if kinds.has_batch(n) or kinds.batch is None]
     if kinds.ids not in batched:
         batched.insert(0, kinds.ids)
-    visible = tuple(sorted((n.name, inverted) for n, inverted in site.spec.visible))
-    documents = tuple(sorted(n.name for n in site.spec.documents))
+    visible = tuple(sorted((n.name, inverted) for n, inverted in kinds.visible))
+    documents = tuple(sorted(n.name for n in masks.documents))
     for name in itertools.chain((n.name for n in batched), (n for n, _ in visible), documents, kinds.named):
         nodes[name] = by_name[name]
     for i in inputs:
@@ -320,6 +321,7 @@ def _tree_spec(
     additive = [s.spec for s in kinds.sites.values() if s.spec.additive]
     spec = TreeSpec(
         kinds.ids.name, tuple(n.name for n in batched), visible, documents, column, name,
-        shown, bool(additive), min((s.window for s in additive if s.window), default=0), _shapes(kinds),
+        shown, bool(additive), min((s.window for s in additive if s.window), default=0),
+        bool(kinds.chains.nodes), kinds.chains.silent_at_start(kinds.visible), _shapes(kinds),
     )  # fmt: skip
     return spec, nodes

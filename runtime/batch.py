@@ -31,6 +31,8 @@ class TreeTensors:
         pieces: int32 [P, 6] on the host, the plan of the pieces executor: its first row alone on CUDA, where the
             Triton executor is the rule.
         blocks: int32 [0] on the device, reserved for block lists.
+        chain_end, chain_segments: `subtree_end` and `segments_host` for recurrences and convolutions, in which a leaf
+            pad is a row of one token: those that a chained graph has come before all tokens of their rows.
     """
 
     subtree_end: Tensor
@@ -39,6 +41,8 @@ class TreeTensors:
     segments_host: Tensor
     pieces: Tensor
     blocks: Tensor
+    chain_end: Tensor
+    chain_segments: Tensor
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,23 @@ class PackedBatch:
         segments = np.ascontiguousarray(self.tree.segments, np.int32)
         host = torch.from_numpy(segments)
         plan = plan_header if self.device.type == "cuda" else plan_pieces
+        end = self.tree.tensor("subtree_end", self.device, torch.int32)
+        chain_end, chain_segments = end, host
+        if bool((segments[:, 3] == segments[:, 0]).any()):
+            chain_end = torch.maximum(
+                end, torch.arange(1, len(end) + 1, dtype=torch.int32, device=self.device)
+            )
+            chain_segments = host.clone()
+            chain_segments[:, 3] = torch.maximum(host[:, 3], host[:, 1])
         return TreeTensors(
-            self.tree.tensor("subtree_end", self.device, torch.int32),
+            end,
             self.tree.tensor("column", self.device, torch.int32),
             host.to(self.device),
             host,
             torch.from_numpy(plan(segments, self.tree.column)),
             torch.zeros(0, dtype=torch.int32, device=self.device),
+            chain_end,
+            chain_segments,
         )
 
     @functools.cached_property

@@ -151,6 +151,8 @@ class TreeSpec:
             position before a kept one predicts its token.
         additive: a masked query still averages over all keys in the captured graph (finite minimum).
         window: the smallest window, in columns, of an attention with such a mask; 0 for none.
+        chained: a recurrence or a convolution reads all tokens before each in the row, masked ones too.
+        silent: masked positions before the first kept one leave the state of each of those at zero.
         shapes: (argument, dim, 0 or 1): dims taken to be the batch (0) or the sequence (1) of the ids. Dynamo guards
             symbolic sizes one by one, so that they agree is checked at each call.
     """
@@ -164,6 +166,8 @@ class TreeSpec:
     shown: bool = False
     additive: bool = False
     window: int = 0
+    chained: bool = False
+    silent: bool = False
     shapes: tuple[tuple[str, int, int], ...] = ()
 
 
@@ -258,11 +262,17 @@ class TreeProgram:
             if self.tree.documents or not bool(_sees(visible, self.tree.window)[exact].all()):
                 return None, "masked-query"
         exact = self._either(exact, self._shown(visible))
+        documents = self._documents(grid, shape)
+        if self.tree.chained:
+            why = _breaks_chains(visible, exact, documents, self.tree.silent)
+            if why:
+                return None, why
+            documents = None
         batch = self.cache.get(
             [_as_grid(grid[name], shape) for name in self.tree.keys],
             visible=visible,
             exact=exact,
-            documents=self._documents(grid, shape),
+            documents=documents,
             column_key=self.tree.column,
             device=grid[self.tree.ids].device,
         )
@@ -378,6 +388,27 @@ def _as_grid(value: Tensor, shape: tuple[int, int]) -> Tensor:
     if value.numel() == shape[0] * shape[1]:
         return value.reshape(shape)
     return value.reshape(1, -1).expand(shape)
+
+
+def _breaks_chains(
+    visible: Tensor | None, exact: Tensor | None, documents: Tensor | None, silent: bool
+) -> str:
+    """Why a recurrence or convolution of packed tokens would differ from that of the grid; "" if it would not."""
+    if documents is not None:
+        kept = torch.ones_like(documents, dtype=torch.bool) if visible is None else visible
+        first = documents.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
+        if bool(((documents != first) & kept).any()):
+            return "chained-documents"
+    if visible is None:
+        return ""
+    seen = visible.cumsum(1)
+    before, after = seen == 0, (seen == seen[:, -1:]) & ~visible
+    if bool((~visible & ~before & ~after).any()):
+        return "masked-between"
+    if exact is not None and bool((exact & ~before).any()):
+        return "masked-after"
+    moved = before & (seen[:, -1:] > 0) if exact is None else before & ((seen[:, -1:] > 0) | exact)
+    return "masked-before" if not silent and bool(moved.any()) else ""
 
 
 def _sees(visible: Tensor, window: int) -> Tensor:

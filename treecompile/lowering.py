@@ -33,6 +33,8 @@ _GROUPS: dict[str, tuple[tuple[int, str], ...]] = {
     "segments_host": ((0, "S"),),
     "pieces": ((0, "P"),),
     "blocks": ((0, "K"),),
+    "chain_end": ((0, "N"),),
+    "chain_segments": ((0, "S"),),
 }
 
 

@@ -31,6 +31,10 @@ STAGES = ("captured", "lowered", "keys", "packed", "tail")
 
 _DENSE = {
     "min_sharing": "it shares too little: fewer than min_sharing grid tokens for one packed token",
+    "chained-documents": "rows hold documents that its attentions keep apart and its recurrences do not",
+    "masked-between": "a masked position between kept ones moves a recurrence or shifts a convolution",
+    "masked-after": "something reads masked positions after the last kept one, where recurrences go on",
+    "masked-before": "masked positions before the first kept one are not proved to leave its recurrences at zero",
     "masked-query": "a masked position that something reads averages over keys that the tree does not have",
     "empty": "every position is masked",
     "shapes": "its inputs do not have one batch size and one length",

@@ -14,12 +14,15 @@ from treecompile.passes.ops import (
     loss,
     mixture,
     pointwise,
+    recurrence,
     reductions,
     views,
 )
 from treecompile.passes.rule import Rule
 
-FAMILIES = (pointwise, views, indexing, contraction, reductions, creation, attention, mixture, loss)
+FAMILIES = (
+    pointwise, views, indexing, contraction, reductions, creation, attention, recurrence, mixture, loss,
+)  # fmt: skip
 RULES: tuple[Rule, ...] = tuple(rule for family in FAMILIES for rule in family.RULES)
 
 __all__ = ["FAMILIES", "RULES"]

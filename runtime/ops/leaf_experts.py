@@ -13,7 +13,6 @@ Shapes: S tokens, H hidden size, k experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from treecompile.runtime.ops.opaque import ambient, autocast_of, gradients
 from treecompile.runtime.ops.registry import LIBRARY, define
 
 __all__ = ["BODIES", "Body", "leaf_experts", "leaf_experts_opaque", "skeleton"]
@@ -95,9 +95,7 @@ def _leaf_experts(hidden: Tensor, index: Tensor, weights: Tensor, tensors: list[
     this = BODIES[body]
     if not _tracing(hidden) or this.dtype(tensors) in this.traced:
         return this.run(hidden, index, weights, tensors)
-    device = hidden.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    result: Tensor = leaf_experts_opaque(hidden, index, weights, tensors, body, autocast)
+    result: Tensor = leaf_experts_opaque(hidden, index, weights, tensors, body, ambient(hidden))
     return result
 
 
@@ -113,7 +111,7 @@ def _opaque(
     body: str,
     autocast: torch.dtype | None,
 ) -> Tensor:
-    with _autocast(hidden, autocast):
+    with autocast_of(hidden, autocast):
         out = BODIES[body].run(hidden, index, weights, tensors)
     # The fake kernel promises fresh contiguous memory; a body may return its input when there is no token.
     return out.clone() if out is hidden else out.contiguous()
@@ -140,31 +138,10 @@ def _opaque_backward(
     autocast: torch.dtype | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    inputs = [
-        x.detach().requires_grad_(want) for x, want in zip((hidden, weights, *tensors), wanted, strict=True)
-    ]
-    targets = [x for x, want in zip(inputs, wanted, strict=True) if want]
-    with torch.enable_grad(), _with_autograd(), _autocast(hidden, autocast):
-        out = BODIES[body].run(inputs[0], index, inputs[1], inputs[2:])
-    grads: tuple[Tensor | None, ...] = (None,) * len(targets)
-    if out.requires_grad:  # without tokens a body may leave its inputs alone
-        with _with_autograd():
-            grads = torch.autograd.grad(out, targets, grad, allow_unused=True)
-    # An op may not return memory of its inputs, nor the same memory twice.
-    taken = {_address(x) for x in (grad, *inputs)}
-    owned: list[Tensor] = []
-    for x, g in zip(targets, grads, strict=True):
-        if g is None:
-            g = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        elif not g.is_contiguous() or _address(g) in taken:
-            g = g.clone(memory_format=torch.contiguous_format)
-        taken.add(_address(g))
-        owned.append(g)
-    return owned
+    def run(inputs: list[Tensor]) -> Tensor:
+        return BODIES[body].run(inputs[0], index, inputs[1], inputs[2:])
 
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    return gradients(run, (hidden, weights, *tensors), wanted, grad, autocast)
 
 
 def _opaque_backward_fake(
@@ -179,25 +156,6 @@ def _opaque_backward_fake(
 ) -> list[Tensor]:
     candidates = zip((hidden, weights, *tensors), wanted, strict=True)
     return [x.new_empty(x.shape) for x, want in candidates if want]
-
-
-def _autocast(hidden: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """The autocast state of the caller at trace time: compiled code has none of its own."""
-    device = hidden.device.type
-    if dtype is None:
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-    return torch.autocast(device, dtype=dtype)
-
-
-def _with_autograd() -> AbstractContextManager[Any]:
-    """Inside the kernel of an op the dispatcher skips autograd; this brings it back."""
-    keys = torch._C.DispatchKey
-    autograd = torch._C.DispatchKeySet(keys.AutogradFunctionality)
-    for key in (keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
-        autograd = autograd | torch._C.DispatchKeySet(key)
-    return torch._C._ForceDispatchKeyGuard(
-        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - autograd
-    )
 
 
 LIBRARY.define(

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._dynamo.callback import callback_handler
 
-from treecompile.leaves import attention, experts, scope
+from treecompile.leaves import attention, experts, recurrence, scope
 
 __all__ = ["LEAVES", "Leaf", "install"]
 
@@ -30,13 +30,21 @@ class Leaf:
 
     Args:
         name: for messages.
-        where: yields the functions that exist by now.
+        where: yields the functions that exist by now, or classes with a method.
         twin: makes what Dynamo traces instead from a copy of the function.
+        method: name of the method; "" for functions.
     """
 
     name: str
-    where: Callable[[], Iterable[FunctionType]]
+    where: Callable[[], Iterable[Any]]
     twin: Callable[[FunctionType], Callable[..., Any]]
+    method: str = ""
+
+    def put(self, found: Any) -> bool:
+        """Substitute one of them; False if that was done before."""
+        return (
+            scope.patch(found, self.method, self.twin) if self.method else scope.substitute(found, self.twin)
+        )
 
 
 def _named(module: str, function: str) -> Callable[[], Iterator[FunctionType]]:
@@ -57,6 +65,20 @@ LEAVES = (
     Leaf("grouped experts", _named(_MOE, "grouped_mm_experts_forward"), experts.experts),
     Leaf("batched experts", _named(_MOE, "batched_mm_experts_forward"), experts.experts),
     Leaf("expert loops", experts.loops, experts.experts),
+    Leaf(
+        "gated delta rule",
+        recurrence.named("torch_chunk_gated_delta_rule"),
+        recurrence.delta_rule(divides=False),
+    ),
+    Leaf(
+        "Kimi delta attention",
+        recurrence.named("chunk_kimi_delta_attention"),
+        recurrence.delta_rule(divides=True),
+    ),
+    Leaf("Mamba 2 scan", recurrence.named("mamba2_chunk_scan"), recurrence.chunk_scan),
+    Leaf("Mamba 2 layer", recurrence.named("mamba2_split_conv1d_scan_combined"), recurrence.fused_layer),
+    Leaf("lightning attention", recurrence.lightning_classes, recurrence.lightning, "forward"),
+    Leaf("convolution kernel", recurrence.kernel_convolutions, recurrence.convolution),
 )
 
 _modules_seen = 0
@@ -78,7 +100,7 @@ def install() -> list[str]:
         return []
     _modules_seen = len(sys.modules)
     functions = [(leaf, function) for leaf in LEAVES for function in leaf.where()]
-    return [leaf.name for leaf, function in functions if scope.substitute(function, leaf.twin)]
+    return [leaf.name for leaf, function in functions if leaf.put(function)]
 
 
 def _at_compile_start(args: object) -> None:

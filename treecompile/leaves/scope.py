@@ -21,6 +21,7 @@ __all__ = [
     "at_trace_time",
     "can_recapture",
     "in_use",
+    "patch",
     "recapture_dense",
     "restart",
     "serve",
@@ -34,6 +35,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _OURS = ("treecompile.backend", "tree")
 _served: list[Callable[..., Any]] = []
 _substituted: dict[FunctionType, Callable[..., Any]] = {}
+_patched: set[Callable[..., Any]] = set()
 
 # A frame keeps its CompileContext when Dynamo starts its analysis again, and no two frames share one.
 _dense_frames: weakref.WeakSet[CompileContext] = weakref.WeakSet()
@@ -142,6 +144,26 @@ def substitute(function: FunctionType, twin: Callable[[FunctionType], Callable[.
 
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(polyfill)
     _substituted[function] = polyfill
+    return True
+
+
+def patch(cls: type, name: str, twin: Callable[[FunctionType], Callable[..., Any]]) -> bool:
+    """Replace a method by one that asks `active` itself: Dynamo knows no substitutes for methods.
+
+    Args:
+        cls: the class.
+        name: of its method.
+        twin: makes the new method from the old one.
+
+    Returns:
+        False if the method was replaced before.
+    """
+    method = cls.__dict__[name]
+    if method in _patched:
+        return False
+    new = twin(method)
+    setattr(cls, name, new)
+    _patched.add(new)
     return True
 
 

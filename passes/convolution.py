@@ -1,0 +1,89 @@
+"""Causal convolutions as models write them, read from the lowered graph and given one name.
+
+    conv1d(x, w, b, padding=W - 1)[..., :T]           zeros on both sides, the end cut off
+    conv1d(pad(x, (W - 1, 0)), w, b)                  zeros before the first token
+
+both with stride and dilation one and a filter of its own for each channel, become `treecompile::causal_conv1d`.
+The captured graph, which the dense run compiles, keeps what was written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+import treecompile.runtime.ops.causal_conv1d  # noqa: F401  (registers treecompile::causal_conv1d)
+from treecompile.passes.axes import size_of
+from treecompile.passes.ops.views import arg, axis_index
+from treecompile.passes.rule import value_of
+
+__all__ = ["name_convolutions"]
+
+aten = torch.ops.aten
+
+
+def name_convolutions(gm: fx.GraphModule) -> None:
+    """Rewrite the causal convolutions of a lowered graph, in place."""
+    for node in list(gm.graph.nodes):
+        if node.target is aten.conv1d.default and _is_depthwise(node):
+            taps = int(value_of(node.args[1]).shape[-1])
+            padding = _one(arg(node, 4, "padding", 0))
+            if padding == 0 and taps == 1:
+                _write(gm, node, node.args[0], node)
+            elif padding == 0 and _padded_before(node.args[0], taps - 1):
+                _write(gm, node, node.args[0].args[0], node)
+            elif padding == taps - 1:
+                for user in list(node.users):
+                    if _cuts_end(user, node):
+                        _write(gm, user, node.args[0], node)
+    gm.recompile()
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    x, weight = (value_of(a) for a in node.args[:2])
+    groups = arg(node, 6, "groups", 1)
+    return bool(
+        _one(arg(node, 3, "stride", 1)) == 1
+        and _one(arg(node, 5, "dilation", 1)) == 1
+        and x.dim() == 3
+        and groups == x.shape[1] == weight.shape[0]
+        and weight.shape[1] == 1
+    )
+
+
+def _one(value: Any) -> Any:
+    """A number of one dim, which may be written as a list."""
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+def _padded_before(node: Any, count: int) -> bool:
+    """Whether a value has `count` zeros before its last dim, and is not padded otherwise."""
+    if not isinstance(node, fx.Node) or node.target not in (aten.pad.default, aten.constant_pad_nd.default):
+        return False
+    sizes = list(node.args[1])
+    plain = node.target is aten.constant_pad_nd.default or arg(node, 2, "mode", "constant") == "constant"
+    fill = arg(node, 2 if node.target is aten.constant_pad_nd.default else 3, "value", 0)
+    return bool(plain and fill in (None, 0) and sizes[:2] == [count, 0] and not any(sizes[2:]))
+
+
+def _cuts_end(user: fx.Node, conv: fx.Node) -> bool:
+    """Whether a slice keeps the first T of a convolution's T + W - 1."""
+    if user.target is not aten.slice.Tensor or user.args[0] is not conv:
+        return False
+    dim, start, step = arg(user, 1, "dim", 0), arg(user, 2, "start"), arg(user, 4, "step", 1)
+    along = axis_index(dim, 3) == 2 and start in (None, 0) and step == 1
+    return along and bool(size_of(value_of(user).shape[2]) == size_of(value_of(conv.args[0]).shape[2]))
+
+
+def _write(gm: fx.GraphModule, node: fx.Node, x: fx.Node, conv: fx.Node) -> None:
+    with gm.graph.inserting_before(node):
+        args = (x, conv.args[1], arg(conv, 2, "bias"))
+        new = gm.graph.call_function(torch.ops.treecompile.causal_conv1d.default, args)
+    new.meta = {**conv.meta, "val": node.meta["val"]}
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+    for unused in (conv, *conv.all_input_nodes[:1]):
+        if unused is not node and not unused.users and unused.op == "call_function":
+            gm.graph.erase_node(unused)
