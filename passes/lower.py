@@ -208,7 +208,7 @@ def _write_slice(gm: fx.GraphModule, node: fx.Node, order: dict[fx.Node, int]) -
     if view.target is not aten.slice.Tensor or set(view.users) != {node} or node.users:
         return False
     base = view.args[0]
-    if not isinstance(base, fx.Node) or not _is_fresh(base, view, order):
+    if not isinstance(base, fx.Node) or not (_is_fresh(base, view, order) or _is_own_part(base, view, order)):
         return False
     with gm.graph.inserting_before(node):
         source = _cast_like(gm, node, base)
@@ -224,6 +224,24 @@ def _write_slice(gm: fx.GraphModule, node: fx.Node, order: dict[fx.Node, int]) -
     if not view.users:
         gm.graph.erase_node(view)
     return True
+
+
+def _is_own_part(part: fx.Node, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether nothing else reads, from `node` on, the entry of a fresh tensor that `part` selects from it."""
+    whole = part.args[0] if part.target is aten.select.int else None
+    if not isinstance(whole, fx.Node) or _may_alias(whole):
+        return False
+    dim, index = part.args[1:3]
+
+    def elsewhere(user: fx.Node) -> bool:
+        size = whole.meta["val"].dim()
+        other = user.target is aten.select.int and user.args[1] % size == dim % size
+        return other and user.args[2] != index and min(user.args[2], index) >= 0
+
+    return all(
+        user is part or elsewhere(user) or (order[user] < order[node] and not _may_alias(user))
+        for user in whole.users
+    ) and not any(user is not node and order[user] < order[node] and _may_alias(user) for user in part.users)
 
 
 def _cast_like(gm: fx.GraphModule, node: fx.Node, base: fx.Node) -> Any:
