@@ -29,9 +29,9 @@ ops = torch.ops.treecompile
 
 Masked = tuple[fx.Node, bool]
 
-# Functions of one value with f(0) = 0, by name.
+# Functions of one value with f(0) = 0 and a slope there, by name.
 _FIXED = {
-    "silu", "gelu", "relu", "tanh", "neg", "abs", "sin", "square", "erf", "expm1", "sign", "sqrt", "leaky_relu", "mish",
+    "silu", "gelu", "relu", "tanh", "neg", "abs", "sin", "square", "erf", "expm1", "sign", "leaky_relu", "mish",
     "elu", "hardswish", "relu6", "alias", "contiguous", "clone", "detach", "to", "_to_copy", "type_as",
     "lift_fresh_copy", "dropout", "feature_dropout",
 }  # fmt: skip
@@ -245,7 +245,7 @@ class _Zeros:
         if name in ("add", "sub"):
             return all(self.at(x) or _is_zero(x) for x in args[:2])
         if name == "pow":
-            return self.at(args[0]) and isinstance(args[1], (int, float)) and args[1] > 0
+            return self.at(args[0]) and isinstance(args[1], (int, float)) and args[1] >= 1
         if name in ("cat", "stack"):
             return all(self.at(x) for x in args[0])
         if name == "where":

@@ -16,6 +16,7 @@ __all__ = ["ARGUMENT", "Reason", "Refusal", "name_of", "reason_at", "source_text
 ARGUMENT = "treecompile_argument"
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
+_LEAVES = os.path.join("treecompile", "leaves", "")  # stands in for the model's own code
 _TORCH = os.path.dirname(sys.modules["torch"].__file__ or "")
 
 
@@ -57,13 +58,13 @@ class Refusal(Exception):
 
 
 def user_line(node: fx.Node | None) -> tuple[str, str]:
-    """``("file.py:12 in forward", "y = x.flip(1)")``: the innermost frame of the user's stack outside torch."""
+    """``("file.py:12 in forward", "y = x.flip(1)")``: the innermost frame of the user's stack outside torch and the leaves."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     lines = trace.splitlines()
     found = ("", "")
     for i, text in enumerate(lines):
         match = _FRAME.match(text)
-        if match is None or match["file"].startswith(_TORCH):
+        if match is None or match["file"].startswith(_TORCH) or _LEAVES in match["file"]:
             continue
         source = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
         source = source or linecache.getline(match["file"], int(match["line"])).strip()

@@ -87,11 +87,13 @@ def _refused(
     gm: fx.GraphModule, inputs: Sequence[Any], reason: Reason, options: Options
 ) -> Callable[..., Any]:
     """The graph as stock Inductor would have run it."""
+    # Without substitutes the graph is another, and what is wrong with it is not what was wrong at first.
+    reason = scope.given_up() or reason
     current().refused(gm, reason)
     logs.captured(gm, None, reason)
     if scope.can_recapture() and options.on_unsupported != "error":
         _log_once(reason)
-        scope.recapture_dense(reason.what)
+        scope.recapture_dense(reason.what, reason)
     if options.on_unsupported == "error":
         where = "\n".join(part for part in (reason.where, reason.source) if part)
         raised.raise_unsupported(

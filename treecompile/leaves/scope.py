@@ -20,6 +20,7 @@ __all__ = [
     "active",
     "at_trace_time",
     "can_recapture",
+    "given_up",
     "in_use",
     "patch",
     "recapture_dense",
@@ -40,6 +41,7 @@ _patched: set[Callable[..., Any]] = set()
 # A frame keeps its CompileContext when Dynamo starts its analysis again, and no two frames share one.
 _dense_frames: weakref.WeakSet[CompileContext] = weakref.WeakSet()
 _changed_frames: weakref.WeakSet[CompileContext] = weakref.WeakSet()
+_given_up: weakref.WeakKeyDictionary[CompileContext, Any] = weakref.WeakKeyDictionary()
 
 
 def serve(backend: Callable[..., Any]) -> None:
@@ -100,10 +102,14 @@ def can_recapture() -> bool:
     return in_use() and not _translator().one_graph
 
 
-def recapture_dense(reason: str = "treecompile runs this frame dense") -> NoReturn:
+def recapture_dense(reason: str = "treecompile runs this frame dense", why: Any = None) -> NoReturn:
     """Have Dynamo capture the current frame again as it would for any other backend.
 
     To be called inside the backend. The backend is called again with the graphs of the second capture.
+
+    Args:
+        reason: for Dynamo.
+        why: kept for `given_up`.
 
     Raises:
         TensorifyScalarRestartAnalysis: always. Dynamo lets this restart request through from a backend; its
@@ -112,7 +118,15 @@ def recapture_dense(reason: str = "treecompile runs this frame dense") -> NoRetu
     frame = CompileContext.get()
     _changed_frames.discard(frame)
     _dense_frames.add(frame)
+    if why is not None:
+        _given_up[frame] = why
     restart(reason)
+
+
+def given_up() -> Any:
+    """Why the current frame was captured again, the first time that this is asked; None for other frames."""
+    frame = CompileContext.try_get()
+    return None if frame is None else _given_up.pop(frame, None)
 
 
 def restart(reason: str) -> NoReturn:
