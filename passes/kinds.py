@@ -262,9 +262,16 @@ class Kinds:
         tokens = self.token_axes(dim for out in facts.outs for dim in out)
         if all(self.values[a].kind is Kind.UNIFORM for a in args) and not tokens:
             return Value(Kind.UNIFORM, pure=all(self.values[a].pure for a in args))
-        if all(self._pre_evaluable(a) for a in args) and (args or not self._has_features(facts)):
-            if not self._has_features(facts) or not self._local(node, rule, args):
-                return Value(Kind.GRID)
+        features = self._has_features(facts)
+        if not features and all(self._pre_evaluable(a) or self.values[a].pure for a in args):
+            return Value(Kind.GRID)
+        if (
+            features
+            and args
+            and all(self._pre_evaluable(a) for a in args)
+            and not self._local(node, rule, args)
+        ):
+            return Value(Kind.GRID)
         if rule is not None and rule.special is not None:
             found = rule.special(self, node)
             if found is not None:
@@ -487,7 +494,8 @@ class Kinds:
             return Value(Kind.SHARED, form="take")
         if rule is not None and rule.family == "embedding" and self.token_axes(facts.mixed):
             return self._private(node, self.mixing_reason(node, facts.mixed[0]))
-        return Value(Kind.SHARED)
+        # Made of ids and positions alone: what drops its features again can be had before any weight is touched.
+        return Value(Kind.SHARED, pure=all(self._pre_evaluable(a) or self.values[a].pure for a in args))
 
     def _cuts_tokens(self, node: fx.Node) -> bool:
         out, before = self.dims(node), self.dims(node.args[0])

@@ -58,7 +58,7 @@ class Refusal(Exception):
 
 
 def user_line(node: fx.Node | None) -> tuple[str, str]:
-    """``("file.py:12 in forward", "y = x.flip(1)")``: the innermost frame of the user's stack outside torch and the leaves."""
+    """``("file.py:12 in forward", "y = x.flip(1)")``: the innermost frame outside torch and the leaves."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     lines = trace.splitlines()
     found = ("", "")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["FAMILIES", "VOCAB", "WINDOW", "Family", "Handwritten"]
+__all__ = ["FAMILIES", "HYBRIDS", "VOCAB", "WINDOW", "Family", "Handwritten"]
 
 VOCAB = 40
 WINDOW = 5
@@ -46,7 +46,7 @@ class Family:
     Attributes:
         name: of the family.
         prefix: of its classes in transformers; "" for the model written by hand.
-        sizes: of its config, beside the common ones.
+        sizes: of its config, beside the common ones; None for a common one that it does not take.
         attention: implementations that it accepts; the first one is its usual one.
         reference: the implementation that runs dense where `flex` and `flash` cannot (on a CPU).
         experts: implementations of its experts, the usual one first; empty for dense families.
@@ -79,6 +79,7 @@ class Family:
         else:
             transformers = importlib.import_module("transformers")
             sizes = {**_SIZES, **self.sizes, "tie_word_embeddings": tied}
+            sizes = {name: size for name, size in sizes.items() if size is not None}
             if smooth and self.experts:
                 sizes |= {"num_experts_per_tok": 4}
             if smooth and "n_group" in sizes:
@@ -176,6 +177,106 @@ _FAMILIES = (
     Family("handwritten", "", attention=("sdpa", "eager"), tolerance=1e-10),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
+
+# ---- with recurrences or short convolutions ----------------------------------------------------------------
+
+_LAYERS = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    **_LAYERS,
+}
+_ROUTED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Chunks shorter than a row: states pass between them.
+_SCAN = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 5,
+}
+_OWN = dict.fromkeys(
+    ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+)
+
+_HYBRIDS = (
+    Family("qwen3_next", "Qwen3Next", {**_DELTA, **_ROUTED}),
+    Family("qwen3_5", "Qwen3_5", _DELTA, config="TextConfig"),
+    Family(
+        "qwen3_5_moe", "Qwen3_5Moe", {**_DELTA, **_ROUTED, "intermediate_size": None}, config="TextConfig"
+    ),
+    Family("olmo_hybrid", "OlmoHybrid", {**_DELTA, "linear_num_key_heads": 4, "head_dim": None}),
+    Family(
+        "kimi_linear",
+        "KimiLinear",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            **_LOCAL,
+            **_LAYERS,
+            "head_dim": None,
+        },
+    ),
+    Family("bamba", "Bamba", {"attn_layer_indices": [1], **_SCAN}),
+    Family("falcon_h1", "FalconH1", {"mamba_d_ssm": 64, **_SCAN}),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        {
+            "shared_intermediate_size": 16,
+            "position_embedding_type": "rope",
+            **_LOCAL,
+            **_SCAN,
+            **_LAYERS,
+            "head_dim": None,
+        },
+    ),
+    Family(
+        "nemotron_h",
+        "NemotronH",
+        {
+            "num_hidden_layers": None,
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "head_dim": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 5,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    Family(
+        "mamba2",
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 5, **_OWN},
+        attention=(),
+    ),
+    Family("minimax", "MiniMax", {"block_size": 5, **_LOCAL, **_LAYERS}),
+    Family("lfm2", "Lfm2", {"layer_types": ["conv", "full_attention"]}),
+)
+HYBRIDS = {family.name: family for family in _HYBRIDS}
 
 
 # ---- written by hand ---------------------------------------------------------------------------------------

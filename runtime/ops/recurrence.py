@@ -465,8 +465,6 @@ tree_recurrence_backward = define(
 # HF's recurrences compute in fp32 whatever the ambient dtype: nothing is cast, and autocast stays out of the kernels.
 register_autocast(tree_recurrence, cast=())
 register_autocast(tree_recurrence_backward, cast=())
-# Autocast leaves the operands alone, and what the kernel does with them.
-register_autocast(tree_recurrence, ())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,0 +1,488 @@
+"""Models with linear attention or short convolutions: the law, what padding may be dropped, and traps.
+
+These functions compute in fp32 whatever the model's dtype: models are compared in fp32, by log-probs and gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import law
+from tests.models import HYBRIDS, VOCAB
+from tests.test_leaves import Recorder, run_fresh
+from treecompile import lowering
+from treecompile.leaves import install, scope
+from treecompile.runtime.ops.leaf_recurrence import leaf_recurrence
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+SLOW = pytest.mark.slow
+
+MASKS = ("none", "right", "left", "ragged")
+T = 16
+LENGTHS = (16, 14, 16, 9, 14, 13)
+
+
+def rows() -> Tensor:
+    """int64 [6, 16]: a row, a late fork, the first row again, its prefix, a fork of the fork, an early fork."""
+    g = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, VOCAB, (6, T), generator=g)
+    for row, source, fork in ((1, 0, 11), (2, 0, 16), (3, 0, 9), (4, 1, 12), (5, 0, 2)):
+        ids[row, :fork] = ids[source, :fork]
+    return ids
+
+
+def batch(side: str) -> dict[str, Tensor]:
+    """ids and mask. Padding is random tokens, so that whatever reads it shows."""
+    ids = rows()
+    if side == "none":
+        return {"input_ids": ids}
+    g = torch.Generator().manual_seed(6)
+    out, mask = torch.randint(3, VOCAB, ids.shape, generator=g), torch.zeros_like(ids)
+    for row, length in enumerate(LENGTHS):
+        free = T - length
+        start = {"left": free, "ragged": free // 2 if row % 2 else free}.get(side, 0)
+        out[row, start : start + length] = ids[row, :length]
+        mask[row, start : start + length] = 1
+    if side == "holes":
+        mask[1, 7:9] = 0
+    return {"input_ids": out, "attention_mask": mask}
+
+
+def outcome(
+    model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of some tokens where they are kept, and the gradients of a random sum of them."""
+    model.zero_grad()
+    ids = inputs["input_ids"]
+    logits = call(**{"use_cache": False, **inputs}).logits
+    picked = ids.roll(1, 1)[:, -logits.shape[1] :, None]
+    found = logits.float().log_softmax(-1).gather(-1, picked)[..., 0]
+    weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
+    weight = (weight * inputs.get("attention_mask", torch.ones_like(ids)))[:, -logits.shape[1] :]
+    (found * weight).sum().backward()
+    kept = torch.where(weight != 0, found, 0.0)
+    return kept.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_law(
+    model: nn.Module, inputs: dict[str, Any], expect: law.Expect = "packed", **options: Any
+) -> None:
+    """One graph, run as expected, and equal to the unmodified model."""
+    expected, grads = outcome(model, model, inputs)
+    call = law.compiled(model, **options)
+    with law.counting() as seen:
+        actual, found = outcome(model, call, inputs)
+    law.held(expect, seen)
+    if expect == "packed":
+        assert seen["captured"] == 1
+    assert (actual - expected).abs().max() <= 2e-5
+    assert found.keys() == grads.keys()
+    for name, g in grads.items():
+        # The sums behind the gradient of a decay cancel: it is small, and the dense run's own rounding shows.
+        budget = 1e-4 if name.endswith(("A_log", "dt_bias")) else 1e-5
+        assert (found[name] - g).norm() <= budget * g.norm().clamp_min(1e-3), name
+
+
+# ---- every family ----
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_family_packs(name: str) -> None:
+    with law.as_written():
+        assert_law(HYBRIDS[name].build(), batch("ragged"))
+
+
+@pytest.mark.parametrize("mask", [m for m in MASKS if m != "ragged"])
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_every_padding(name: str, mask: str) -> None:
+    with law.as_written():
+        assert_law(HYBRIDS[name].build(), batch(mask))
+
+
+@SLOW
+@pytest.mark.parametrize(("name", "mask"), list(itertools.product(HYBRIDS, MASKS)))
+def test_every_family_with_every_padding(name: str, mask: str) -> None:
+    assert_law(HYBRIDS[name].build(), batch(mask), on_unsupported="error")
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(pytest.param(n, marks=SLOW) for n in HYBRIDS if n != "qwen3_next")]
+)
+def test_gradient_checkpointing(name: str) -> None:
+    model = HYBRIDS[name].build()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_law(model, batch("left"))
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+def test_through_inductor(name: str) -> None:
+    assert_law(HYBRIDS[name].build(), batch("ragged"), compiler="inductor")
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", *(pytest.param(n, marks=SLOW) for n in HYBRIDS if n != "qwen3_5")]
+)
+def test_autocast(name: str) -> None:
+    """No further from fp32 than the dense run in bf16 is."""
+    model, inputs = HYBRIDS[name].build(smooth=True), batch("ragged")
+    exact, exact_grads = outcome(model, model, inputs)
+    call = law.compiled(model, on_unsupported="error")
+    with law.as_written(), torch.autocast("cpu", torch.bfloat16):
+        dense, tree = outcome(model, model, inputs), outcome(model, call, inputs)
+    errors = [
+        [(x - exact).norm(), *((grads[n] - g).norm() for n, g in exact_grads.items())]
+        for x, grads in (dense, tree)
+    ]
+    assert errors[1][0] <= 1.25 * errors[0][0]
+    assert torch.stack(errors[1][1:]).norm() <= 1.25 * torch.stack(errors[0][1:]).norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_frozen_weights(name: str) -> None:
+    model = HYBRIDS[name].build()
+    for parameter, p in model.named_parameters():
+        p.requires_grad_(not any(part in parameter for part in ("embed", "mlp", "conv", "A_log")))
+    with law.as_written():
+        assert_law(model, batch("left"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "minimax"])
+def test_sizes_that_vary(name: str) -> None:
+    model, inputs = HYBRIDS[name].build(), batch("right")
+    call = law.compiled(model, dynamic=True, on_unsupported="error")
+    with law.as_written(), law.counting() as seen:
+        for length in (T, T - 5):
+            given = {key: x[:, :length].contiguous() for key, x in inputs.items()}
+            expected, actual = outcome(model, model, given)[0], outcome(model, call, given)[0]
+            assert (actual - expected).abs().max() <= 2e-5
+    assert seen["packed"] == 2
+    assert seen["captured"] == 1
+
+
+def test_lightning_attention_in_fp64() -> None:
+    """Written into the model, it knows no fp32."""
+    given, model = batch("ragged"), HYBRIDS["minimax"].build(smooth=True).double()
+    model.config._experts_implementation = "batched_mm"  # grouped_mm has no fp64
+    law.check(
+        model, **given, use_cache=False,
+        kept=given["attention_mask"].bool(), tolerance=1e-8, around=law.as_written,
+    )  # fmt: skip
+
+
+class _Rows(TorchDispatchMode):
+    """Rows of every product of a matrix with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.seen.add(args[-2].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2"])
+def test_projections_run_once_for_each_packed_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = HYBRIDS[name].build(), batch("right")
+    call = law.compiled(model, on_unsupported="error")
+    tokens = {
+        tuple(row[: n + 1].tolist())
+        for row, length in zip(rows(), LENGTHS, strict=True)
+        for n in range(length)
+    }
+    counted = _Rows()
+
+    def written(gm: Any, *_: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with counted:
+                return gm(*args)
+
+        return run
+
+    monkeypatch.setattr(lowering, "_compile_graph", written)
+    with torch.no_grad():
+        call(**inputs, use_cache=False)
+    assert counted.seen == {len(tokens)}
+
+
+# ---- what is not packed ----
+
+
+@pytest.mark.parametrize(
+    ("side", "labels", "expect"),
+    [("left", "all", "packed"), ("right", "all", "masked-after"), ("right", "kept", "packed")],
+)
+def test_masked_positions_that_a_loss_reads(side: str, labels: str, expect: str) -> None:
+    inputs = batch(side)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    inputs["labels"] = ids if labels == "all" else ids.masked_fill(mask == 0, -100)
+    with law.as_written():
+        law.check(
+            HYBRIDS["qwen3_5"].build(), **inputs, use_cache=False, expect=expect, kept=mask.bool(), tolerance=1e-4,
+            loss=lambda out: out.loss,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "lfm2"])
+def test_masked_between(name: str) -> None:
+    with law.as_written():
+        assert_law(HYBRIDS[name].build(), batch("holes"), "masked-between")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_documents_in_a_row(name: str) -> None:
+    """transformers keeps documents apart in attention, and lets states and convolutions pass."""
+    packed = torch.cat([torch.arange(10), torch.arange(6)]).expand(6, -1).contiguous()
+    whole = torch.arange(T).expand(6, -1).contiguous()
+    model = HYBRIDS[name].build()
+    with law.as_written():
+        assert_law(model, batch("none") | {"position_ids": packed}, "chained-documents")
+        torch._dynamo.reset()
+        assert_law(model, batch("none") | {"position_ids": whole})
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bamba", "minimax"])
+def test_a_cache_is_refused_with_a_hint(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with law.as_written():
+        assert_law(HYBRIDS[name].build(), batch("left") | {"use_cache": True}, "recurrent-state")
+    assert "use_cache=False" in caplog.text
+
+
+def test_dense_through_the_compiler() -> None:
+    """The dense run of a capture with leaves is compiled as other dense runs are."""
+    model = HYBRIDS["bamba"].build()
+    assert_law(model, batch("left"), "min_sharing", min_sharing=100)
+
+
+# ---- the gate ----
+
+
+@pytest.fixture
+def tree() -> Iterator[Recorder]:
+    recorder = Recorder()
+    scope.serve(recorder)
+    install()
+    yield recorder
+    scope._served.remove(recorder)
+
+
+def leaves_of(recorder: Recorder) -> list[int]:
+    return [sum(node.target is leaf_recurrence for node in gm.graph.nodes) for gm in recorder.graphs]
+
+
+@pytest.mark.parametrize("name", [n for n in HYBRIDS if n != "lfm2"])
+def test_a_layer_is_one_node(tree: Recorder, name: str) -> None:
+    model = HYBRIDS[name].build()
+    torch.compile(model, backend=tree, fullgraph=True)(**batch("left"), use_cache=False)
+    assert leaves_of(tree) == [2 if name in ("falcon_h1", "mamba2") else 1]
+
+
+def test_other_backends_see_the_graphs_they_saw_before() -> None:
+    run_fresh(
+        """
+        from tests.models import HYBRIDS
+        inputs = {key: x % 40 for key, x in batch().items()}
+        models = [HYBRIDS[name].build() for name in ("qwen3_5", "kimi_linear", "bamba", "minimax")]
+        def capture():
+            codes = []
+            for model in models:
+                seen = Recorder()
+                torch._dynamo.reset()
+                with torch.no_grad():
+                    torch.compile(model, backend=seen)(**inputs, use_cache=False)
+                codes.append([gm.code for gm in seen.graphs])
+            return codes
+        from treecompile.leaves import scope
+        assert not any("recurrence" in str(f) or "delta" in f.__name__ for f in scope._substituted)
+        before = capture()
+        assert [len(codes) for codes in before] == [1] * 4
+        from treecompile.leaves import install
+        assert {"gated delta rule", "Kimi delta attention", "Mamba 2 scan", "lightning attention"} <= set(install())
+        assert capture() == before
+        """
+    )
+
+
+# ---- traps: a small model in fp64 with something between its two layers ----
+
+W = 3
+FILTER = {"filter": (12, 1, W), "bias": (12,), "square": (12, 12), "wide": (12, 12, W)}
+Middle = Callable[..., Tensor]
+
+
+def convolved(
+    self: nn.Module, x: Tensor, *, left: bool = False, biased: bool = False, keep: int = 0, **settings: Any
+) -> Tensor:
+    """A depthwise convolution along the tokens of [B, T, 12], kept from column `keep` on."""
+    x = x.transpose(1, 2)
+    length, bias = x.shape[-1], self.bias if biased else None
+    settings = {"padding": 0 if left else W - 1, "groups": 12, **settings}
+    x = F.pad(x, (W - 1, 0)) if left else x
+    x = F.conv1d(x, self.filter, bias, **settings)[..., keep : keep + length]
+    return x.transpose(1, 2)
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return x * mask[..., None]
+
+
+def _toy(middle: Callable[..., Tensor]) -> law.Toy:
+    toy = law.Toy(extra=FILTER)
+    toy.middle = lambda h, ids, mask: h + middle(toy, h, mask)
+    return toy
+
+
+def _delta(h: Tensor, **settings: Any) -> Any:
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    q, k, v = (h[..., i : i + 8].unflatten(-1, (2, 4)) for i in (0, 2, 4))
+    gate, rate = -h[..., :2].square(), h[..., 2:4].sigmoid()
+    return qwen.torch_chunk_gated_delta_rule(
+        q, k, v, g=gate, beta=rate, chunk_size=4, use_qk_l2norm_in_kernel=True, **settings
+    )
+
+
+def delta(h: Tensor, **settings: Any) -> Tensor:
+    out: Tensor = _delta(h, **settings)[0]
+    return torch.cat([out.flatten(2), h[..., :4]], -1)
+
+
+def final_state(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    out, state = _delta(h, output_final_state=True)
+    return torch.cat([out.flatten(2), h[..., :4]], -1) + state.mean((1, 2, 3))[:, None, None]
+
+
+def sliced(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    return torch.cat([delta(h[:, :-1]), h[:, -1:]], 1)
+
+
+def other_mask(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    return convolved(self, h * (mask * mask.roll(1, 1))[..., None])
+
+
+# name: (what happens, padding, middle)
+TRAPS: dict[str, tuple[str, str, Middle]] = {
+    "cut": ("packed", "none", lambda s, h, m: convolved(s, h)),
+    "padded": ("packed", "none", lambda s, h, m: convolved(s, h, left=True)),
+    "bias": ("packed", "left", lambda s, h, m: convolved(s, masked(h, m), biased=True)),
+    "after-bias": (
+        "masked-before",
+        "left",
+        lambda s, h, m: convolved(s, convolved(s, masked(h, m), biased=True)),
+    ),
+    "after-convolution": ("packed", "left", lambda s, h, m: convolved(s, convolved(s, masked(h, m)))),
+    "silenced-again": (
+        "packed",
+        "mixed",
+        lambda s, h, m: convolved(s, masked(convolved(s, masked(h, m), biased=True), m)),
+    ),
+    "not-masked": ("masked-before", "left", lambda s, h, m: convolved(s, h)),
+    "not-masked-right": ("packed", "right", lambda s, h, m: convolved(s, h)),
+    "masked-too-late": ("masked-before", "left", lambda s, h, m: masked(convolved(s, h), m)),
+    "linear": ("packed", "mixed", lambda s, h, m: convolved(s, F.silu(masked(h, m) @ s.square))),
+    "linear-bias": (
+        "masked-before",
+        "left",
+        lambda s, h, m: convolved(s, F.linear(masked(h, m), s.square, s.bias)),
+    ),
+    "sigmoid": ("masked-before", "left", lambda s, h, m: convolved(s, masked(h, m).sigmoid())),
+    "where": ("packed", "left", lambda s, h, m: convolved(s, torch.where(m[..., None] != 0, h, 0.0))),
+    "where-inverted": (
+        "masked-before",
+        "left",
+        lambda s, h, m: convolved(s, torch.where(m[..., None] == 0, h, 0.0)),
+    ),
+    "filled": ("packed", "left", lambda s, h, m: convolved(s, h.masked_fill(~m[..., None].bool(), 0.0))),
+    "filled-inverted": (
+        "masked-before",
+        "left",
+        lambda s, h, m: convolved(s, h.masked_fill(m[..., None].bool(), 0.0)),
+    ),
+    "other-mask": ("masked-before", "left", other_mask),
+    "shifted-mask": ("masked-before", "left", lambda s, h, m: convolved(s, h * (m.cumsum(1) > 1)[..., None])),
+    "holes": ("masked-between", "holes", lambda s, h, m: convolved(s, masked(h, m))),
+    "wrong-side": ("no-rule", "none", lambda s, h, m: convolved(s, h, keep=W - 1)),
+    "middle": ("no-rule", "none", lambda s, h, m: convolved(s, h, padding=W // 2)),
+    "dilation": ("no-rule", "none", lambda s, h, m: convolved(s, h, dilation=2, padding=2 * (W - 1))),
+    "not-depthwise": (
+        "no-rule",
+        "none",
+        lambda s, h, m: F.conv1d(h.mT, s.wide, padding=W - 1)[..., : h.shape[1]].mT,
+    ),
+    "recurrence": ("packed", "none", lambda s, h, m: delta(h)),
+    "recurrence-masked": ("packed", "mixed", lambda s, h, m: delta(masked(h, m))),
+    "recurrence-not-masked": ("masked-before", "left", lambda s, h, m: delta(h)),
+    "reversed": ("mixes-tokens", "none", lambda s, h, m: delta(h.flip(1)).flip(1)),
+    "sliced": ("recurrence-operand", "none", sliced),
+    "given-state": (
+        "recurrent-state",
+        "none",
+        lambda s, h, m: delta(h, initial_state=torch.ones(len(h), 2, 4, 4)),
+    ),
+    "final-state": ("recurrent-state", "none", final_state),
+    "documents": ("recurrent-state", "none", lambda s, h, m: delta(h, cu_seqlens=torch.tensor([0, 9]))),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_trap(name: str) -> None:
+    expect, pad, middle = TRAPS[name]
+    given = law.batch(pad="right" if pad == "holes" else pad, holes=pad == "holes")
+    recurrent = "recurr" in name + expect or name == "reversed"
+    with law.as_written():
+        law.check(
+            _toy(middle), given.ids, None if pad == "none" else given.mask,
+            expect=expect, kept=None if pad == "none" else given.kept, tolerance=1e-4 if recurrent else 1e-10,
+        )  # fmt: skip
+
+
+class Convolutions(nn.Module):
+    """No attention at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(law.VOCAB, 12), nn.Linear(12, law.VOCAB)
+        self.filter = nn.Parameter(torch.randn(12, 1, W))
+        self.double()
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
+        h = self.embed(ids)
+        h = h if mask is None else masked(h, mask)
+        h = h if factor is None else h * factor[..., None]
+        for _ in range(2):
+            h = h + convolved(self, F.silu(h))
+        out: Tensor = self.head(h)
+        return out
+
+
+@pytest.mark.parametrize("pad", ["none", "right", "left", "mixed", "all"])
+def test_a_graph_without_attention(pad: str) -> None:
+    given = law.batch(pad=pad)
+    expect = "empty" if pad == "all" else "packed"
+    mask = None if pad == "none" else given.mask
+    with law.as_written():
+        law.check(Convolutions(), given.ids, mask, kept=None if mask is None else given.kept, expect=expect)
+
+
+def test_a_factor_that_is_no_mask_hides_nothing() -> None:
+    """What a graph computes from ids is no padding: every position is an ordinary token."""
+    given = law.batch(pad="none")
+
+    def call(ids: Tensor) -> Tensor:
+        out: Tensor = model(ids, None, (ids != 3).long())
+        return out
+
+    model = Convolutions()
+    with law.as_written():
+        law.check(call, given.ids, modules=[model])
