@@ -188,7 +188,11 @@ class Emitter:
             return self.input(Input("scalar", node.name))
         if self.kinds.packs_itself(node):
             return self.input(Input("pack", node.name))
-        return self._copy(node)
+        return self._by_rule(node)
+
+    def _by_rule(self, node: fx.Node) -> fx.Node:
+        rule = lookup(node.target)
+        return self._copy(node) if rule is None or rule.emit is None else rule.emit(self, node)
 
     def _table(self, node: fx.Node) -> fx.Node:
         """A weight with the sequence among its dims is a table by column."""
@@ -265,10 +269,8 @@ class Emitter:
             self.env[node] = self._copy(node)  # over something other than tokens
         elif writer is not None:
             self.env[node] = writer(node)
-        elif rule is not None and rule.emit is not None:
-            self.env[node] = rule.emit(self, node)
         else:
-            self.env[node] = self._copy(node)
+            self.env[node] = self._by_rule(node)
         self.emitted[node] = self.env[node]
 
     def _copy(self, node: fx.Node) -> fx.Node:

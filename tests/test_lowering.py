@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from tests.law import Toy, batch, compiled, counting
 from treecompile import lowering
+from treecompile.regions import with_autocast_blocks
 from treecompile.runtime.program import Input
 
 SHAPES = [(2 + i % 5, 5 + (3 * i) % 8) for i in range(20)]
@@ -225,3 +226,61 @@ def test_grad_mode_and_autocast_are_part_of_the_key() -> None:
             assert not code((), [x_value, w_value])[0].requires_grad
         with torch.autocast("cpu", torch.bfloat16):
             assert code((), [x_value, w_value])[0].dtype is torch.bfloat16
+
+
+# ---- the dense form ----
+
+
+@torch._dynamo.disable
+def _left(x: Tensor) -> Tensor:
+    """What breaks a graph."""
+    return x + 1
+
+
+def _regions(breaks: bool) -> fx.GraphModule:
+    """autocast [ product, without autocast [ product of what was before ], product ], sum of what was inside."""
+    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function
+    outer = call(enter, ("cpu", torch.bfloat16, True, None))
+    a = call(torch.matmul, (x, x))
+    if breaks:
+        a = call(_left, (a,))
+    inner = call(enter, ("cpu", torch.bfloat16, False, None))
+    b = call(torch.matmul, (call(torch.Tensor.float, (a,)), x))
+    call(leave, (inner,))
+    c = call(torch.matmul, (b, graph.get_attr("weight")))
+    call(leave, (outer,))
+    graph.output((a, call(torch.matmul, (b, x)), c))
+    root = torch.nn.Module()
+    root.weight = torch.nn.Parameter(torch.randn(3, 3))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_autocast_regions_of_a_dense_graph(breaks: bool) -> None:
+    gm = _regions(breaks)
+    blocks = with_autocast_blocks(gm)
+    assert (
+        len(blocks.graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)) == 0
+    )
+    x = torch.randn(3, 3, requires_grad=True)
+    expected = gm(x)
+    assert [out.dtype for out in expected] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    wanted = torch.autograd.grad(sum(out.sum() for out in expected), (x, gm.weight))
+    for run in (blocks, lowering.compile_dense(gm, "eager", "default")):
+        found = run(x)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        grads = torch.autograd.grad(sum(out.sum() for out in found), (x, gm.weight))
+        assert all(torch.equal(one, other) for one, other in zip(grads, wanted, strict=True))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_regions_that_do_not_nest_stay_as_they_are() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    graph.output(x)
+    gm = fx.GraphModule({}, graph)
+    assert with_autocast_blocks(gm) is gm

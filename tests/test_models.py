@@ -304,6 +304,18 @@ def compare_errors(exact: law.Run, before: law.Run, after: law.Run) -> None:
         assert error**0.5 <= bound, f"{what}: error {error**0.5:.2e}, dense {null**0.5:.2e}"
 
 
+def stock(subject: Subject) -> list[law.Run]:
+    """The dense run through Inductor; none where torch itself cannot run it."""
+    try:
+        compiled = torch.compile(subject.model, backend="inductor")
+        return [subject.compiled(compiled, dense_attention(subject.case))]
+    except RuntimeError as error:
+        # torch 2.11 hands the fp64 attention kernel of the CPU an fp32 log-sum-exp, backward.
+        if "expected scalar type Double but found Float" not in str(error):
+            raise
+        return []
+
+
 def check_inductor(case: Case) -> None:
     """The law through Inductor, which alone rounds unlike eager runs: at most five times that much."""
     subject = Subject.of(case)
@@ -314,8 +326,7 @@ def check_inductor(case: Case) -> None:
         compare_errors(subject.dense(mode="-"), before, after)
         return
     torch._dynamo.reset()
-    stock = subject.compiled(torch.compile(subject.model, backend="inductor"), dense_attention(case))
-    same = [stock, *(subject.dense(factor) for factor in FACTORS[:2])]
+    same = [*stock(subject), *(subject.dense(factor) for factor in FACTORS[:2])]
     ceiling = 5e-6 if dtype(case) == torch.float64 else 2e-5
     least = ROUNDED_SCORES if softmax_in_fp32(case) else 1e-7
     for what, distances in (("outputs", output_distances), ("gradients", gradient_distances)):

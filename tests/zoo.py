@@ -667,6 +667,16 @@ def attention_weights_returned() -> Case:
 
 
 @trap("packed")
+def features_of_ids_in_another_shape() -> Case:
+    """Real numbers made of ids, with a dim of their own: packed where they are made, sizes and all."""
+
+    def shifted(h: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        return h + torch.sin(ids).double().reshape(ids.shape[0], ids.shape[1], 1) * torch.cos(ids)[..., None]
+
+    return on(Toy(middle=shifted), batch(pad="mixed"))
+
+
+@trap("packed")
 def mask_built_in_every_layer() -> Case:
     def attend(q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
         return sdpa(q, k, v, causal_and_padding(*given))

@@ -21,6 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from treecompile.regions import with_autocast_blocks
 from treecompile.runtime.program import CompilationFailed, Input
 
 __all__ = ["PackedCode", "clear", "compile_dense", "dynamic_dims", "inductor_settings"]
@@ -278,9 +279,11 @@ def inductor_settings(mode: str) -> dict[str, Any]:
 def compile_dense(gm: fx.GraphModule, compiler: str, mode: str) -> Callable[..., Any]:
     """The captured graph through the stock compiler, compiled at its first call."""
 
+    blocks = with_autocast_blocks(gm)
+
     # Dynamo skips graph modules made inside of a backend; a plain function around one it compiles.
     def captured(*args: Any) -> Any:
-        return gm(*args)
+        return blocks(*args)
 
     return torch.compile(captured, backend=compiler, mode=mode if compiler == "inductor" else None)
 
