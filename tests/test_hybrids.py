@@ -160,11 +160,12 @@ def test_frozen_weights(name: str) -> None:
 def test_sizes_that_vary(name: str) -> None:
     model, inputs = HYBRIDS[name].build(), batch("right")
     call = law.compiled(model, dynamic=True, on_unsupported="error")
-    with law.as_written(), law.counting() as seen:
+    with law.as_written(), law.counting() as seen, torch.no_grad():
         for length in (T, T - 5):
             given = {key: x[:, :length].contiguous() for key, x in inputs.items()}
-            expected, actual = outcome(model, model, given)[0], outcome(model, call, given)[0]
-            assert (actual - expected).abs().max() <= 2e-5
+            expected, actual = (f(**given, use_cache=False).logits for f in (model, call))
+            kept = given["attention_mask"][..., None]
+            assert ((actual - expected) * kept).abs().max() <= 2e-5
     assert seen["packed"] == 2
     assert seen["captured"] == 1
 
@@ -175,7 +176,7 @@ def test_lightning_attention_in_fp64() -> None:
     model.config._experts_implementation = "batched_mm"  # grouped_mm has no fp64
     law.check(
         model, **given, use_cache=False,
-        kept=given["attention_mask"].bool(), tolerance=1e-8, around=law.as_written,
+        kept=given["attention_mask"].bool(), tolerance=1e-6, around=law.as_written,
     )  # fmt: skip
 
 

@@ -55,8 +55,8 @@ _MODEL_OPS = """
     matmul.default _grouped_mm.default embedding.default arange.default zeros.default zeros_like.default
     empty_like.default new_empty.default sort.default index.Tensor index_put.default histc.default
     scatter_add.default cross_entropy_loss.default scaled_dot_product_attention.default __and__.Tensor
-    le.Tensor gt.Tensor new_ones.default ones.default conv1d.default linalg_solve_triangular.default
-    triu.default tril.default permute.default eye.default clone.default sqrt.default
+    le.Tensor gt.Tensor new_ones.default ones.default triu.default
+    tril.default permute.default clone.default sqrt.default
 """
 MODEL_OPS: tuple[str, ...] = tuple(_MODEL_OPS.split())
 

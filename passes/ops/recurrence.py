@@ -71,8 +71,18 @@ _CONVOLVED = [
     call(tokens("B T F"), weight("T 1 2"), None),
     call(tokens("T F B"), weight("F 1 2"), None),
 ]
+_KEYS, _VALUES, _HEADS = tokens("B T 2 K"), tokens("B T F 2"), tokens("B T F")
+_DEFINITION: tuple[Any, ...] = (0.5, 3, [], "")
+_RECURRENCES = [
+    call(_KEYS, _KEYS, _VALUES, _HEADS, None, None, *_DEFINITION),
+    call(_KEYS, _KEYS, _VALUES, _HEADS, _HEADS, _VALUES, *_DEFINITION),
+    call(_KEYS, _KEYS, _VALUES, tokens("B T F K"), _HEADS, None, *_DEFINITION),
+    call(tokens("T B 2 K"), tokens("T B 2 K"), tokens("T B F 2"), tokens("T B F"), None, None, *_DEFINITION),
+    call(_KEYS, _KEYS, _VALUES, weight("B T F"), None, None, *_DEFINITION),
+    call(tokens("B 2 T K"), tokens("B 2 T K"), tokens("B 2 T 2"), tokens("B 2 T"), None, None, *_DEFINITION),
+]
 SAMPLES: dict[Any, list[Call]] = {
-    ops.leaf_recurrence.default: [],
+    ops.leaf_recurrence.default: _RECURRENCES,
     ops.causal_conv1d.default: _CONVOLVED,
 }
 

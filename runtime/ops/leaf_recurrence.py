@@ -97,16 +97,38 @@ def _leaf_recurrence(
         scale: factor on q.
         chunk: tokens of a chunk of the model's function.
         originals: arguments of the model's function, ordered as `Body.names`.
-        body: key into `RECURRENCES`.
+        body: key into `RECURRENCES`; "" for the definition itself, on the prepared operands.
 
     Returns:
         ``[B, T, H, V]`` in the dtype of the model's function.
     """
+    if not body:
+        return _definition(q, k, v, gate, beta, skip, scale)
     this = RECURRENCES[body]
     if not _tracing(v) or (this.traced and isinstance(v, FunctionalTensor)):
         return this.run(originals)
     result: Tensor = leaf_recurrence_opaque(originals, body, ambient(v))
     return result
+
+
+def _definition(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, skip: Tensor | None, scale: float
+) -> Tensor:
+    """Token by token."""
+    copies = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(copies, 2) for x in (q, k))
+    decay = gate.exp() if gate.dim() == 4 else gate.exp().unsqueeze(-1)
+    state = v.new_zeros((*v[:, 0].shape[:2], k.shape[-1], v.shape[-1]))
+    outs = []
+    for t in range(v.shape[1]):
+        state = state * decay[:, t].unsqueeze(-1)
+        update = v[:, t]
+        if beta is not None:
+            update = (update - (state * k[:, t].unsqueeze(-1)).sum(-2)) * beta[:, t].unsqueeze(-1)
+        state = state + k[:, t].unsqueeze(-1) * update.unsqueeze(-2)
+        outs.append(scale * (state * q[:, t].unsqueeze(-1)).sum(-2))
+    out = torch.stack(outs, 1)
+    return out if skip is None else out + skip
 
 
 def _tracing(x: Tensor) -> bool:
