@@ -153,6 +153,18 @@ def through_a_codebook(x: Tensor, codes: Tensor) -> Tensor:
     return weights.reshape(*x.shape[:-1], 1, len(codes)).squeeze(-2) @ codes
 
 
+def remembering(x: Tensor) -> Tensor:
+    """A recurrence of which the last state is wanted, as its leaf marks it."""
+    marked: Tensor = torch.ops.treecompile.stateful(x)
+    return marked
+
+
+def without_the_last(x: Tensor) -> Tensor:
+    part = x[:, :-1, None]
+    out = torch.ops.treecompile.leaf_recurrence(part, part, part, part[..., 0], None, None, 1.0, 4, [], "")
+    return torch.cat([out[:, :, 0], x[:, -1:]], 1)
+
+
 def varying(x: Tensor) -> Tensor:
     """The same, with a first dim that Dynamo leaves open."""
     torch._dynamo.mark_dynamic(x, 0)
@@ -220,6 +232,8 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
         lambda: (Model(through_a_codebook), IDS, varying(torch.ones(6, WIDTH))),
     ),
     "embedding": ("embedding", lambda: (Scaled(), IDS)),
+    "recurrent-state": ("recurrent-state", lambda: (Model(remembering), IDS)),
+    "recurrence-operand": ("recurrence-operand", lambda: (Model(without_the_last), IDS)),
     "dense-input-by-batch": (
         "dense-input",
         lambda: (Model(lambda x, soft: x + soft), IDS, torch.ones(2, LENGTH, WIDTH)),
