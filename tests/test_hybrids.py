@@ -5,6 +5,8 @@ These functions compute in fp32 whatever the model's dtype: models are compared 
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from tests import law
 from tests.models import HYBRIDS, VOCAB
 from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
-from treecompile.leaves import install, scope
+from treecompile.leaves import install, recurrence, scope
 from treecompile.runtime.ops.leaf_recurrence import leaf_recurrence
 
 pytest.importorskip("transformers")
@@ -156,7 +158,7 @@ def test_frozen_weights(name: str) -> None:
         assert_law(model, batch("left"))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "minimax"])
+@pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(n, marks=SLOW) for n in ("bamba", "minimax"))])
 def test_sizes_that_vary(name: str) -> None:
     model, inputs = HYBRIDS[name].build(), batch("right")
     call = law.compiled(model, dynamic=True, on_unsupported="error")
@@ -253,7 +255,9 @@ def test_documents_in_a_row(name: str) -> None:
         assert_law(model, batch("none") | {"position_ids": whole})
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bamba", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["minimax", *(pytest.param(n, marks=SLOW) for n in ("qwen3_5", "kimi_linear", "bamba"))]
+)
 def test_a_cache_is_refused_with_a_hint(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with law.as_written():
         assert_law(HYBRIDS[name].build(), batch("left") | {"use_cache": True}, "recurrent-state")
@@ -289,6 +293,7 @@ def test_a_layer_is_one_node(tree: Recorder, name: str) -> None:
     assert leaves_of(tree) == [2 if name in ("falcon_h1", "mamba2") else 1]
 
 
+@SLOW
 def test_other_backends_see_the_graphs_they_saw_before() -> None:
     run_fresh(
         """
@@ -313,6 +318,78 @@ def test_other_backends_see_the_graphs_they_saw_before() -> None:
         assert capture() == before
         """
     )
+
+
+# ---- kernels of other packages ----
+
+
+def _pick(function: Any, kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Have a function of transformers call a kernel, as it does where the kernel's package is installed."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    reference: Callable[..., Any] = cells["implementation"].cell_contents
+    parameters = tuple(inspect.signature(kernel).parameters)
+    for name, value in (
+        ("implementation", kernel), ("is_new_implementation", True), ("applicable_params", parameters)
+    ):  # fmt: skip
+        monkeypatch.setattr(cells[name], "cell_contents", value)
+    return reference
+
+
+def test_a_kernel_runs_in_the_dense_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HYBRIDS["qwen3_5"].build()
+    qwen = importlib.import_module(type(model).__module__)
+    calls: list[type] = []
+
+    def chunk_gated_delta_rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, *,
+        use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        calls.append(type(q))
+        return reference(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+    kernel = torch.compiler.disable(chunk_gated_delta_rule)
+    reference = _pick(qwen.torch_chunk_gated_delta_rule, kernel, monkeypatch)
+    inputs = batch("left")
+    expected, grads = outcome(model, model, inputs)
+    assert len(calls) == 1
+    packed, _ = outcome(model, law.compiled(model, on_unsupported="error"), inputs)
+    assert len(calls) == 1
+    assert (packed - expected).abs().max() <= 2e-5
+    torch._dynamo.reset()
+    dense, found = outcome(model, law.compiled(model, on_unsupported="error", min_sharing=100), inputs)
+    assert set(calls) == {Tensor}  # never a fake one
+    assert len(calls) == 3  # forward, and again for the backward pass
+    torch.testing.assert_close(dense, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-4)
+
+
+def test_a_convolution_kernel_gives_way_to_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    lfm2 = importlib.import_module(type(HYBRIDS["lfm2"].build()).__module__)
+    assert lfm2.causal_conv1d_fn not in list(recurrence.kernel_convolutions())
+
+    def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Any = None, seq_idx: Any = None) -> Tensor:
+        raise AssertionError("a kernel for CUDA")
+
+    _pick(lfm2.causal_conv1d_fn, causal_conv1d_fn, monkeypatch)
+    assert lfm2.causal_conv1d_fn in list(recurrence.kernel_convolutions())
+    twin = recurrence.convolution(lfm2.causal_conv1d_fn)
+    x, filters = torch.randn(2, 6, 9), torch.randn(6, W)
+    expected = F.conv1d(x, filters[:, None], padding=W - 1, groups=6)[..., :9]
+    torch.testing.assert_close(twin(x, filters, seq_idx=None), expected)
+    with pytest.raises(AssertionError, match="CUDA"):
+        twin(x, filters, seq_idx=torch.zeros(2, 9))
+
+
+def test_a_function_that_computes_something_else_is_no_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out, state = qwen.torch_chunk_gated_delta_rule.__wrapped__(*args, **kwargs)
+        return 2 * out, state
+
+    HYBRIDS["qwen3_5"].build()
+    qwen = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    assert recurrence._is_delta_rule(qwen.torch_chunk_gated_delta_rule.__wrapped__, False)
+    assert not recurrence._is_delta_rule(qwen.torch_chunk_gated_delta_rule.__wrapped__, True)
+    assert not recurrence._is_delta_rule(doubled, False)
 
 
 # ---- traps: a small model in fp64 with something between its two layers ----

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from treecompile.runtime.ops.opaque import ambient, autocast_of, gradients
 from treecompile.runtime.ops.registry import LIBRARY, define
 
-__all__ = ["RECURRENCES", "Body", "leaf_recurrence", "leaf_recurrence_opaque", "stateful"]
+__all__ = ["RECURRENCES", "Body", "definition", "leaf_recurrence", "leaf_recurrence_opaque", "stateful"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _leaf_recurrence(
         ``[B, T, H, V]`` in the dtype of the model's function.
     """
     if not body:
-        return _definition(q, k, v, gate, beta, skip, scale)
+        return definition(q, k, v, gate, beta, skip, scale)
     this = RECURRENCES[body]
     if not _tracing(v) or (this.traced and isinstance(v, FunctionalTensor)):
         return this.run(originals)
@@ -111,7 +111,7 @@ def _leaf_recurrence(
     return result
 
 
-def _definition(
+def definition(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, skip: Tensor | None, scale: float
 ) -> Tensor:
     """Token by token."""

@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treecompile.leaves.scope import active, at_trace_time
-from treecompile.runtime.ops.leaf_recurrence import RECURRENCES, Body, leaf_recurrence, stateful
+from treecompile.runtime.ops.leaf_recurrence import RECURRENCES, Body, definition, leaf_recurrence, stateful
 
 __all__ = [
     "chunk_scan",
@@ -130,7 +130,9 @@ def delta_rule(divides: bool) -> Callable[[FunctionType], Callable[..., Any]]:
 
     def twin(original: FunctionType) -> Callable[..., Any]:
         @at_trace_time
-        def describe(chunk: int, normalized: bool) -> str:
+        def describe(chunk: int, normalized: bool) -> str | None:
+            if not _is_delta_rule(_reference(original), divides):
+                return None
             names = ("query", "key", "value", "g", "beta")
             constants = (("chunk_size", chunk), ("use_qk_l2norm_in_kernel", normalized))
             return _body(original, names, 3, constants, "value", "query", True)
@@ -157,17 +159,61 @@ def delta_rule(divides: bool) -> Callable[[FunctionType], Callable[..., Any]]:
                     stateful(query), key, value, g, beta, chunk_size, initial_state, output_final_state,
                     use_qk_l2norm_in_kernel, **kwargs,
                 )  # fmt: skip
-            q, k, v, gate, rate = (x.to(torch.float32) for x in (query, key, value, g, beta))
-            if use_qk_l2norm_in_kernel:
-                q, k = _normalized(q, divides), _normalized(k, divides)
             body = describe(chunk_size, use_qk_l2norm_in_kernel)
+            if body is None:
+                return original(query, key, value, g, beta, chunk_size, None, False, use_qk_l2norm_in_kernel)
+            operands = _delta_operands(query, key, value, g, beta, use_qk_l2norm_in_kernel, divides)
             given = [query, key, value, g, beta]
-            scale = query.shape[-1] ** -0.5
-            return leaf_recurrence(q, k, v, gate, rate, None, scale, chunk_size, given, body), None
+            return leaf_recurrence(*operands, query.shape[-1] ** -0.5, chunk_size, given, body), None
 
         return traced
 
     return twin
+
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _delta_operands(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalized: bool, divides: bool
+) -> Operands:
+    q, k, v, gate, rate = (x.to(torch.float32) for x in (query, key, value, g, beta))
+    if normalized:
+        q, k = _normalized(q, divides), _normalized(k, divides)
+    return q, k, v, gate, rate, None
+
+
+@functools.cache
+def _is_delta_rule(function: Callable[..., Any], per_channel: bool) -> bool:
+    """Whether a function computes what its twin takes it for: tried once, as versions of transformers may differ."""
+
+    def compare(draw: Draw) -> tuple[Tensor, Tensor]:
+        q, k, v = draw(1, 7, 2, 3), draw(1, 7, 2, 3), draw(1, 7, 2, 4)
+        gate, beta = -draw(1, 7, 2, 3).square(), draw(1, 7, 2).sigmoid()
+        gate = gate if per_channel else gate[..., 0]
+        operands = _delta_operands(q, k, v, gate, beta, True, per_channel)
+        found = function(q, k, v, g=gate, beta=beta, chunk_size=4, use_qk_l2norm_in_kernel=True)[0]
+        return definition(*operands, 3**-0.5), found
+
+    return _agree(compare)
+
+
+Draw = Callable[..., Tensor]
+
+
+def _agree(compare: Callable[[Draw], tuple[Tensor, Tensor]]) -> bool:
+    """Whether two functions of random numbers give the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+            ours, theirs = compare(draw)
+    except Exception:  # whatever a function of another version raises
+        return False
+    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() < 1e-4)
 
 
 def _normalized(x: Tensor, divides: bool) -> Tensor:
@@ -182,7 +228,11 @@ def chunk_scan(original: FunctionType) -> Callable[..., Any]:
     """Twin of the scan of Mamba 2: ``[B, T, H, V]`` in the dtype of what was picked."""
 
     @at_trace_time
-    def describe(given: tuple[str, ...], chunk: int, softplus: bool, limit: tuple[float, float]) -> str:
+    def describe(
+        given: tuple[str, ...], chunk: int, softplus: bool, limit: tuple[float, float]
+    ) -> str | None:
+        if not _is_scan(_reference(original)):
+            return None
         constants = (("chunk_size", chunk), ("dt_softplus", softplus), ("dt_limit", limit))
         dtype = None if _kernel(original) is None else "hidden_states"
         return _body(original, given, 5, constants, "hidden_states", dtype, False)
@@ -215,18 +265,48 @@ def chunk_scan(original: FunctionType) -> Callable[..., Any]:
             )  # fmt: skip
         given = {"hidden_states": hidden_states, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias}
         given = {name: x for name, x in given.items() if x is not None}
-        body = describe(tuple(given), chunk_size, dt_softplus, (dt_limit[0], dt_limit[1]))
-        step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        step = F.softplus(step) if dt_softplus else step
-        step = torch.clamp(step, min=dt_limit[0], max=dt_limit[1]).float()
-        x = hidden_states.float()
-        skip = None if D is None else D[..., None] * x
-        gate, v = A.to(x.dtype) * step, x * step[..., None]
-        return leaf_recurrence(
-            C.float(), B.float(), v, gate, None, skip, 1.0, chunk_size, list(given.values()), body
-        )
+        limit = (dt_limit[0], dt_limit[1])
+        body = describe(tuple(given), chunk_size, dt_softplus, limit)
+        if body is None:
+            return original(
+                hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
+                dt_limit=dt_limit, **kwargs,
+            )  # fmt: skip
+        operands = _scan_operands(hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, limit)
+        return leaf_recurrence(*operands, 1.0, chunk_size, list(given.values()), body)
 
     return traced
+
+
+def _scan_operands(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    limit: tuple[float, float],
+) -> Operands:
+    step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    step = F.softplus(step) if softplus else step
+    step = torch.clamp(step, min=limit[0], max=limit[1]).float()
+    x = x.float()
+    skip = None if D is None else D[..., None] * x
+    return C.float(), B.float(), x * step[..., None], A.to(x.dtype) * step, None, skip
+
+
+@functools.cache
+def _is_scan(function: Callable[..., Any]) -> bool:
+    def compare(draw: Draw) -> tuple[Tensor, Tensor]:
+        x, dt, A = draw(1, 7, 4, 3), draw(1, 7, 4), -draw(4).square()
+        B, C, D, bias, limit = draw(1, 7, 2, 3), draw(1, 7, 2, 3), draw(4), draw(4), (0.1, 1.0)
+        settings = {"D": D, "dt_bias": bias, "dt_softplus": True, "dt_limit": limit}
+        operands = _scan_operands(x, dt, A, B, C, D, bias, True, limit)
+        return definition(*operands, 1.0), function(x, dt, A, B, C, 4, **settings)
+
+    return _agree(compare)
 
 
 def fused_layer(original: FunctionType) -> Callable[..., Any]:
@@ -286,6 +366,26 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
         names = ("query", "key", "value", "slope", "query_decay", "key_decay", "diagonal_decay")
         return _body(_lightning, names, 7, (("block", block),), "value", "value", False)
 
+    @at_trace_time
+    def trusted() -> bool:
+        return _is_lightning(original, computed)
+
+    def computed(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, body: str | None) -> Tensor:
+        rows, length, _ = hidden_states.shape
+        heads, size = self.num_attention_heads, self.head_dim
+        mixed = masked(self.act_fn(self.qkv_proj(hidden_states)), attention_mask)
+        query, key, value = torch.split(mixed.reshape(rows, length, heads, 3 * size), size, dim=3)
+        slope = self.slope_rate
+        gate = (-slope.reshape(1, 1, heads)).expand(rows, length, heads)
+        if body is None:
+            out = definition(query, key, value, gate, None, None, 1.0)
+        else:
+            given = [query, key, value, slope, self.query_decay, self.key_decay, self.diagonal_decay]
+            out = leaf_recurrence(query, key, value, gate, None, None, 1.0, self.block_size, given, body)
+        out = self.norm(out.reshape(rows, length, heads * size))
+        found: Tensor = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out)
+        return found
+
     @functools.wraps(original)
     def forward(
         self: Any,
@@ -295,7 +395,7 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if not active():
+        if not active() or not trusted():
             return original(
                 self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
             )
@@ -305,21 +405,25 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
             return original(
                 self, stateful(hidden_states), position_embeddings, attention_mask, past_key_values, **kwargs
             )
-        rows, length, _ = hidden_states.shape
-        heads, size = self.num_attention_heads, self.head_dim
-        mixed = masked(self.act_fn(self.qkv_proj(hidden_states)), attention_mask)
-        query, key, value = torch.split(mixed.reshape(rows, length, heads, 3 * size), size, dim=3)
-        slope = self.slope_rate
-        gate = (-slope.reshape(1, 1, heads)).expand(rows, length, heads)
-        decays = [self.query_decay, self.key_decay, self.diagonal_decay]
-        out = leaf_recurrence(
-            query, key, value, gate, None, None, 1.0, self.block_size,
-            [query, key, value, slope, *decays], describe(self.block_size),
-        )  # fmt: skip
-        out = self.norm(out.reshape(rows, length, heads * size))
-        return self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out), None
+        return computed(self, hidden_states, attention_mask, describe(self.block_size)), None
 
     return forward
+
+
+@functools.cache
+def _is_lightning(forward: FunctionType, computed: Callable[..., Tensor]) -> bool:
+    def compare(draw: Draw) -> tuple[Tensor, Tensor]:
+        config = SimpleNamespace(
+            head_dim=4, hidden_size=6, num_attention_heads=2, num_hidden_layers=2, block_size=3, hidden_act="silu",
+            layer_types=["linear_attention"],
+        )  # fmt: skip
+        layer = next(cls for cls in lightning_classes() if cls.__module__ == forward.__module__)(config, 0)
+        x, mask = draw(2, 7, 6), torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])
+        layer.load_state_dict({name: draw(*p.shape) for name, p in layer.named_parameters()}, strict=False)
+        theirs = forward(layer, x, None, mask)[0]
+        return computed(layer, x, mask, None), theirs
+
+    return _agree(compare)
 
 
 # ---- convolutions -------------------------------------------------------------------------------------------------
