@@ -169,7 +169,7 @@ def test_sizes_that_vary(name: str) -> None:
             kept = given["attention_mask"][..., None]
             assert ((actual - expected) * kept).abs().max() <= 2e-5
     assert seen["packed"] == 2
-    assert seen["captured"] == 1
+    assert seen["compiled"] == 1
 
 
 def test_lightning_attention_in_fp64() -> None:
