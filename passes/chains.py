@@ -41,7 +41,11 @@ _SPREAD = {
     "permute", "transpose", "t", "mT", "expand", "expand_as", "repeat", "repeat_interleave", "slice", "select", "split",
     "split_with_sizes", "chunk", "unbind", "sum", "mean", "cumsum", "getitem",
 }  # fmt: skip
-_NUMBERS = (torch.bool, torch.int64, torch.int32)
+# Views that leave a truth value what it is, where they keep its axes.
+_SAME = {
+    "alias", "contiguous", "clone", "detach", "lift_fresh_copy", "view", "reshape", "_unsafe_view", "unsqueeze",
+    "squeeze",
+}  # fmt: skip
 
 
 class Chains:
@@ -149,48 +153,19 @@ class Chains:
 
     def _root(self, node: fx.Node, inverted: bool) -> Masked:
         """What a truth value is computed from by casts, views that keep its axes, and negations."""
-        while node.op == "call_function" and node.all_input_nodes:
-            source = node.all_input_nodes[0]
-            name = _name(node)
-            if not isinstance(value_of(source), torch.Tensor) or len(node.all_input_nodes) > 1:
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            source, name = node.all_input_nodes[0], _name(node)
+            if not isinstance(value_of(source), torch.Tensor) or not self._same_axes(node, source):
                 break
             before, after = value_of(source).dtype, value_of(node).dtype
             if name in ("bitwise_not", "logical_not") and before is torch.bool:
                 inverted = not inverted
-            elif name in ("eq", "ne") and len(node.args) == 2 and _is_zero(node.args[1]):
+            elif name in ("eq", "ne") and _is_zero(node.args[1]):
                 inverted = inverted != (name == "eq")
-            elif not (name in ("to", "_to_copy") and self._keeps_truth(before, after)) and not (
-                name
-                in (
-                    "alias",
-                    "contiguous",
-                    "clone",
-                    "detach",
-                    "lift_fresh_copy",
-                    "view",
-                    "reshape",
-                    "unsqueeze",
-                )
-                or name in ("squeeze", "_unsafe_view")
-            ):
-                break
-            if not self._same_axes(node, source):
+            elif name not in _SAME and not (name in ("to", "_to_copy") and _keeps_truth(before, after)):
                 break
             node = source
         return node, inverted
-
-    @staticmethod
-    def _keeps_truth(before: torch.dtype, after: torch.dtype) -> bool:
-        return (
-            before is after
-            or after is torch.bool
-            or (
-                before in _NUMBERS
-                and (after in _NUMBERS[1:] or after.is_floating_point)
-                and before is not torch.int64
-            )
-            or (before is torch.int64 and after.is_floating_point)
-        )  # int64 may wrap in fewer bits
 
     def _same_axes(self, a: fx.Node, b: fx.Node) -> bool:
         one, other = ([axis.key() for dim in self.kinds.dims(n) for axis in resolve(dim)] for n in (a, b))
@@ -280,6 +255,13 @@ class _Zeros:
         bias = arg(node, 2, "bias") if _name(node) == "linear" else None
         uniform = self.kinds.values[weight].kind is Kind.UNIFORM
         return bias is None and uniform and self.at(x)
+
+
+def _keeps_truth(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast keeps apart zero and what is not zero: int64 may wrap in fewer bits, floats may vanish."""
+    if before is after or torch.bool in (before, after):
+        return True
+    return not before.is_floating_point and (after.is_floating_point or after is torch.int64)
 
 
 def _is_zero(x: Any) -> bool:
