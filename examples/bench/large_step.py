@@ -1,0 +1,168 @@
+"""One step of a model of a real size on a GPU, tree and dense side by side: `python -m examples.bench.large_step`.
+
+An 8-layer Qwen3 of the shape of its 1.7B sibling, bf16, random weights. Without a file of rollouts: 16 rows of 8,192
+tokens that share 6,144 tokens, then 4 branches of 1,024, then 4 leaves of 1,024 each. The dense runs take
+`--microbatch` rows at a time, the tree run all rows. bf16 runs differ by rounding: what they differ by is printed, the
+law is tested elsewhere (`examples.train_step`, the tests).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import treecompile
+from examples.baselines import log_probs_of, without_mask
+from examples.measure import Run, Step, components_of, median_seconds, seconds_of, timed
+from examples.rollout_files import read_rollouts
+from examples.rollouts import Batch, Ids, sharing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = parser().parse_args(arguments)
+    batch = batch_of(rows_of(options)).to(options.device)
+    model = qwen3(options, batch.input_ids.shape[1])
+    plain = without_mask(model)
+
+    def dense(function: Any) -> Any:
+        return torch.compile(function, dynamic=False)
+
+    rows, size = len(batch.lengths), options.microbatch
+    steps = {
+        "tree": Step("tree", model, torch.compile(log_probs_of(model), backend="tree"), batch, rows),
+        "causal": Step("dense, causal, no mask", plain, dense(log_probs_of(plain)), batch, size),
+        "stock": Step("dense, 2-D mask", model, dense(log_probs_of(model)), batch, size),
+    }
+    steps = {name: step for name, step in steps.items() if name in options.runs}
+    wanted = None
+    for name, step in steps.items():
+        found, first = timed(step)
+        reset_peak()
+        step()
+        print(f"{name:8} first call {first:6.1f} s   peak {peak():6.1f} GiB", flush=True)
+        kept = batch.attention_mask[:, 1:].bool()
+        if wanted is not None:
+            print(f"{'':8} log-probs differ by {float((found - wanted)[kept].std()):.1e} rms")
+        wanted = found if wanted is None else wanted
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.repeats):
+        for name, step in steps.items():
+            times[name].append(1e3 * seconds_of(step, time.perf_counter))
+    for name, taken in times.items():
+        print(f"{name:8} {statistics.median(taken):9.1f} ms   min {min(taken):.1f}   max {max(taken):.1f}")
+    if "tree" in steps and len(steps) > 1:
+        compare(options, model, batch, times, dense)
+    print(dict(treecompile.counters))
+    return 0 if treecompile.counters["packed"] else 1
+
+
+def compare(
+    options: argparse.Namespace, model: Any, batch: Batch, times: dict[str, list[float]], dense: Any
+) -> None:
+    """The parts of the fastest dense run, the ideal, and what was reached."""
+    middle = {name: statistics.median(taken) / 1e3 for name, taken in times.items()}
+    best = min((name for name in middle if name != "tree"), key=lambda name: middle[name])
+    quoted = Run(best, options.microbatch, 0.0, (middle[best],))
+    model.zero_grad(set_to_none=True)
+    parts = components_of(
+        model, batch, sharing(batch.rows()), quoted, best == "stock", dense,
+        lambda function: median_seconds(function, options.repeats, time.perf_counter),
+    )  # fmt: skip
+    for part in parts:
+        print(f"{part.name:12} {1e3 * part.seconds:9.1f} ms of {best}   shared {part.ratio:.2f}x")
+    total = sum(part.seconds for part in parts)
+    ideal = total / sum(part.seconds / part.ratio for part in parts)
+    reached = middle[best] / middle["tree"]
+    print(f"speed-up {reached:.2f}x over {best}, ideal {ideal:.2f}x: {reached / ideal:.2f} of it")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m examples.bench.large_step", description=__doc__)
+    made.add_argument("--rollouts", metavar="FILE", help="rows to run; .jsonl, .jsonl.gz or .parquet")
+    made.add_argument("--max-rows", type=int, default=1024)
+    made.add_argument("--max-tokens", type=int, default=1 << 20)
+    made.add_argument("--scale", type=int, default=1024, help="tokens of a branch without a file")
+    made.add_argument("--microbatch", type=int, default=4, help="rows of a dense run at a time")
+    made.add_argument(
+        "--runs", nargs="+", choices=("tree", "causal", "stock"), default=("tree", "causal", "stock")
+    )
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--hidden", type=int, default=2048, help="a multiple of 256")
+    made.add_argument("--vocab", type=int, default=32768, help="ids are taken modulo this")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return made
+
+
+def rows_of(options: argparse.Namespace) -> list[Ids]:
+    """From the file, or a tree of three generations."""
+    if options.rollouts:
+        read, notes = read_rollouts(
+            options.rollouts, max_rows=options.max_rows, max_tokens=options.max_tokens
+        )
+        for note in notes:
+            print(f"note: {note}")
+        return [np.asarray(rollout.input_ids) % options.vocab for rollout in read]
+    draw = np.random.default_rng(0)
+
+    def segment(tokens: int) -> Ids:
+        return draw.integers(3, options.vocab, tokens)
+
+    root = segment(6 * options.scale)
+    branches = [np.concatenate([root, segment(options.scale)]) for _ in range(4)]
+    return [np.concatenate([branch, segment(options.scale)]) for branch in branches for _ in range(4)]
+
+
+def batch_of(rows: Sequence[Ids]) -> Batch:
+    """Right-padded, with a random weight for each token."""
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for at, row in enumerate(rows):
+        ids[at, : len(row)] = torch.from_numpy(row.astype(np.int64))
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    weight = torch.randn(ids.shape[0], ids.shape[1] - 1, generator=torch.Generator().manual_seed(1))
+    return Batch(ids, mask, weight * mask[:, 1:], lengths)
+
+
+def qwen3(options: argparse.Namespace, context: int) -> Any:
+    """Qwen3ForCausalLM with random weights in bf16."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 128,
+        num_key_value_heads=options.hidden // 256,
+        head_dim=128,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return Qwen3ForCausalLM(config).to(options.device, torch.bfloat16)  # type: ignore[no-untyped-call]
+
+
+def reset_peak() -> None:
+    """Forget the most memory that was held."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak() -> float:
+    """The most memory held since, in GiB; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
