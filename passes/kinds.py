@@ -623,10 +623,15 @@ class Kinds:
                         )
 
     def _value_reason(self, weights: fx.Node, user: fx.Node) -> Reason | None:
-        """Why the values of an attention written out are private, if that is what its weights are read for."""
+        """Why the values of an attention written out are private, or what its scores meet, if that explains more."""
+        if user.op == "output":
+            return None
         rule = lookup(user.target)
-        product = rule is not None and rule.family == "matmul" and user.args[0] is weights
-        return self.values[user].reason if product else None
+        if rule is not None and rule.family == "matmul" and user.args[0] is weights:
+            return self.values[user].reason
+        # A mask that no rule reads makes the scores private: the mask is what to name.
+        others = (self.values[x] for x in user.all_input_nodes if x is not weights)
+        return next((value.reason for value in others if value.kind is Kind.PRIVATE and value.reason), None)
 
     def _check(self) -> None:
         self._refuse_weights()

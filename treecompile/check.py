@@ -426,12 +426,15 @@ def _difference(packed: _Results, dense: _Results, exact: bool) -> str:
     for i, (a, b) in enumerate(zip(packed.grads, dense.grads, strict=True)):
         if a is not None or b is not None:
             pairs.append((f"gradient {i}", _or_zero(a, b), _or_zero(b, a)))
+    # Integers become fp32 in many ops, whose last bit depends on how many are computed at once.
+    low = any(x.is_floating_point() and x.dtype != torch.float64 for x in dense.outs)
+    near = 1e-5 if low else 1e-8
     for name, a, b in pairs:
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"{name} is {a.dtype}{list(a.shape)} for {b.dtype}{list(b.shape)}"
         if not exact and not a.is_floating_point():
             continue
-        if not torch.allclose(a.double(), b.double(), rtol=1e-8, atol=1e-8, equal_nan=True):
+        if not torch.allclose(a.double(), b.double(), rtol=near, atol=near, equal_nan=True):
             return f"{name} differs by {(a.double() - b.double()).abs().max().item():.1e}"
     return ""
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from treecompile.passes.rule import Facts, Infer, Rule
+from treecompile.passes.rule import Facts, Infer, Rule, outputs_of
 from treecompile.passes.samples import Call, Operand, call, pointwise_calls, tokens, weight
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def infer(infer: Infer, node: fx.Node) -> Facts:
     if node.target is aten.type_as.default or node.target is aten.to.other:
         args = args[:1]
     out = infer.broadcast(*(infer.dims(arg) for arg in args))
-    return Facts([out], iota=_iota(infer, node, args))
+    return Facts([out] * len(outputs_of(node)), iota=_iota(infer, node, args))
 
 
 def _iota(infer: Infer, node: fx.Node, args: list[fx.Node]) -> Any:
