@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from treecompile.passes.convolution import name_convolutions
-from treecompile.passes.reasons import Refusal, reason_at
+from treecompile.passes.reasons import Refusal, no_tokens, reason_at
 from treecompile.runtime.ops.leaf_recurrence import stateful
 
 __all__ = ["checkpoint_kwargs", "lower", "region_of"]
@@ -110,9 +110,11 @@ def lower(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, dic
         The lowered graph, placeholders in the same order, and the keyword arguments of each checkpoint region.
 
     Raises:
-        Refusal: a mutation that cannot be made functional.
+        Refusal: a mutation that cannot be made functional, or a graph that is given no tensor.
     """
-    mode = next(fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode"))
+    mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
+    if mode is None:  # a graph that makes its tensors itself
+        raise Refusal(no_tokens())
     regions: dict[int, dict[str, Any]] = {}
     with preserve_node_meta(), mode, enable_python_dispatcher():
         lowered = make_fx(

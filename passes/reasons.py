@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-__all__ = ["ARGUMENT", "Reason", "Refusal", "name_of", "reason_at", "source_text", "user_line"]
+__all__ = ["ARGUMENT", "Reason", "Refusal", "name_of", "no_tokens", "reason_at", "source_text", "user_line"]
 
 # Key of node.meta: where an argument of the captured graph comes from, as the user would write it.
 ARGUMENT = "treecompile_argument"
@@ -110,3 +110,14 @@ def reason_at(node: fx.Node | None, slug: str, what: str, why: str, hint: str) -
         node = next(iter(node.users), node)
     where, source = user_line(node)
     return Reason(slug, what, why, hint, where, source)
+
+
+def no_tokens() -> Reason:
+    """Nothing in the graph is an embedding of token ids."""
+    return reason_at(
+        None,
+        "no-token-ids",
+        "no embedding of token ids in this graph",
+        "the prefix tree is built from token ids, and this graph receives hidden states or no tokens at all",
+        "compile the whole model, so that the embedding and the layers are captured together",
+    )
