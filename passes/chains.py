@@ -47,6 +47,16 @@ _SAME = {
     "squeeze",
 }  # fmt: skip
 
+# Arguments that say which entry is read.
+_INDEX = {
+    aten.embedding.default: (1,),
+    aten.gather.default: (2,),
+    aten.index_select.default: (2,),
+    aten.index.Tensor: (1,),
+    aten.one_hot.default: (0,),
+    aten.cross_entropy_loss.default: (1,),
+}
+
 
 class Chains:
     """The recurrences and convolutions of one graph that is being classified.
@@ -68,8 +78,18 @@ class Chains:
         """A call of the leaf.
 
         Raises:
-            Refusal: an operand that does not run over the tokens.
+            Refusal: an operand that does not run over the tokens, or is broadcast over the heads.
         """
+        if not _fits(*(None if x is None else value_of(x).shape for x in node.args[:6])):
+            raise Refusal(
+                reason_at(
+                    node,
+                    "recurrence-operand",
+                    "the operands of a recurrence differ in their heads or channels",
+                    "packed tokens are given one decay and one step size for each head of the values",
+                    "expand them to the heads of the values",
+                )
+            )
         for operand in node.args[:6]:
             if operand is not None and not self._runs(operand, 1):
                 raise Refusal(
@@ -118,17 +138,40 @@ class Chains:
     def visible(self) -> frozenset[Masked]:
         """The padding of a graph without an attention: a mask that silences every chain wherever it is zero.
 
-        A mask is an argument, one integer or truth value for each position.
+        A mask is an argument, one integer or truth value for each position, and no index: ids and labels say more
+        than whether they are zero, and weights of tokens are numbers.
         """
+        indices = self._indices()
         for node in self.kinds.graph.nodes:
             found = self._mask(node) if node in self.kinds.values else None
             if (
                 found is not None
                 and found[0].op == "placeholder"
+                and found[0] not in indices
+                and not value_of(found[0]).is_floating_point()
                 and self.silent_at_start(frozenset({found}))
             ):
                 return frozenset({found})
         return frozenset()
+
+    def _indices(self) -> set[fx.Node]:
+        """Integers that some op looks something up by, and what they are cast, cut or shifted from."""
+        stack = [
+            found
+            for node in self.kinds.graph.nodes
+            for arg in (node.args[at] for at in _INDEX.get(node.target, ()))
+            for found in (arg if isinstance(arg, (list, tuple)) else [arg])
+        ]
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            value = value_of(node) if isinstance(node, fx.Node) else None
+            if node in seen or not isinstance(value, torch.Tensor) or value.dtype is torch.bool:
+                continue
+            seen.add(node)
+            if _name(node) not in ("cumsum", "eq", "ne"):  # counts of a mask are positions
+                stack += node.args[:1]
+        return seen
 
     def silent_at_start(self, visible: frozenset[Masked]) -> bool:
         """Whether positions before the first visible one leave the state of every chain at zero."""
@@ -255,6 +298,18 @@ class _Zeros:
         bias = arg(node, 2, "bias") if _name(node) == "linear" else None
         uniform = self.kinds.values[weight].kind is Kind.UNIFORM
         return bias is None and uniform and self.at(x)
+
+
+def _fits(q: Any, k: Any, v: Any, gate: Any, beta: Any, skip: Any) -> bool:
+    """Whether the features of the operands' shapes are those that `tree_recurrence` takes."""
+    heads = v[2:3]
+    return bool(
+        q[2:] == k[2:]
+        and v[2] % q[2] == 0
+        and gate[2:] in (heads, (*heads, q[3]))
+        and (beta is None or beta[2:] == heads)
+        and (skip is None or skip[2:] == v[2:])
+    )
 
 
 def _keeps_truth(before: torch.dtype, after: torch.dtype) -> bool:

@@ -27,7 +27,7 @@ from treecompile.passes.chains import Chains
 from treecompile.passes.masks import MaskReader
 from treecompile.passes.ops.pointwise import tensor_args
 from treecompile.passes.ops.views import arg, axis_index
-from treecompile.passes.reasons import Reason, Refusal, name_of, op_name, reason_at
+from treecompile.passes.reasons import Reason, Refusal, name_of, no_tokens, op_name, reason_at
 from treecompile.passes.rule import Facts, Infer, Rule, lookup, value_of
 from treecompile.passes.scores import WrittenAttention, is_tensor
 from treecompile.passes.sites import Attentions, AttentionSite
@@ -140,15 +140,7 @@ class Kinds:
         for ids in lookups:
             if value_of(ids).dim() >= 1 and value_of(ids).shape[-1] == 1:
                 raise Refusal(self._decoding_reason(ids))
-        raise Refusal(
-            reason_at(
-                None,
-                "no-token-ids",
-                "no embedding of token ids in this graph",
-                "the prefix tree is built from token ids, and this graph receives hidden states or no tokens at all",
-                "compile the whole model, so that the embedding and the layers are captured together",
-            )
-        )
+        raise Refusal(no_tokens())
 
     def _cone(self) -> set[fx.Node]:
         """Everything that can reach an op that mixes tokens: its inputs are the tree key."""
@@ -454,7 +446,7 @@ class Kinds:
     def _leaves(self, node: fx.Node) -> set[fx.Node]:
         """Integer grid values that a floating grid value is computed from, token by token."""
         value = value_of(node)
-        if not value.is_floating_point() or node.op == "placeholder":
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or node.op == "placeholder":
             return {node}
         args = tensor_args(node)
         rule = lookup(node.target)

@@ -25,6 +25,8 @@ from treecompile.leaves import install, recurrence, scope
 from treecompile.runtime.ops.leaf_recurrence import leaf_recurrence
 
 pytest.importorskip("transformers")
+# Dynamo of torch 2.11 breaks a graph at an import within it.
+qwen3_next = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 SLOW = pytest.mark.slow
 
@@ -421,12 +423,12 @@ def _toy(middle: Callable[..., Tensor]) -> law.Toy:
     return toy
 
 
-def _delta(h: Tensor, **settings: Any) -> Any:
-    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
-
+def _delta(h: Tensor, *, heads: Sequence[int] = (2,) * 5, **settings: Any) -> Any:
+    """heads: of q, k, v, the gate and beta."""
     q, k, v = (h[..., i : i + 8].unflatten(-1, (2, 4)) for i in (0, 2, 4))
-    gate, rate = -h[..., :2].square(), h[..., 2:4].sigmoid()
-    return qwen.torch_chunk_gated_delta_rule(
+    operands = (q, k, v, -h[..., :2].square(), h[..., 2:4].sigmoid())
+    q, k, v, gate, rate = (x[:, :, :count] for x, count in zip(operands, heads, strict=True))
+    return qwen3_next.torch_chunk_gated_delta_rule(
         q, k, v, g=gate, beta=rate, chunk_size=4, use_qk_l2norm_in_kernel=True, **settings
     )
 
@@ -509,6 +511,15 @@ TRAPS: dict[str, tuple[str, str, Middle]] = {
         lambda s, h, m: delta(h, initial_state=torch.ones(len(h), 2, 4, 4)),
     ),
     "final-state": ("recurrent-state", "none", final_state),
+    "recurrence-grouped": ("packed", "none", lambda s, h, m: delta(h, heads=(1, 1, 2, 2, 2))),
+    "recurrence-one-query": (
+        "recurrence-operand",
+        "none",
+        lambda s, h, m: delta(h, heads=(1, 2, 2, 2, 2)),
+    ),
+    "recurrence-one-gate": ("recurrence-operand", "none", lambda s, h, m: delta(h, heads=(2, 2, 2, 1, 2))),
+    "recurrence-one-beta": ("recurrence-operand", "none", lambda s, h, m: delta(h, heads=(2, 2, 2, 2, 1))),
+    "tuple": ("masked-before", "left", lambda s, h, m: convolved(s, h * m.cummax(1).values[..., None])),
     "documents": ("recurrent-state", "none", lambda s, h, m: delta(h, cu_seqlens=torch.tensor([0, 9]))),
 }
 
@@ -553,14 +564,32 @@ def test_a_graph_without_attention(pad: str) -> None:
         law.check(Convolutions(), given.ids, mask, kept=None if mask is None else given.kept, expect=expect)
 
 
-def test_a_factor_that_is_no_mask_hides_nothing() -> None:
-    """What a graph computes from ids is no padding: every position is an ordinary token."""
-    given = law.batch(pad="none")
+NOT_MASKS: dict[str, Callable[..., Tensor]] = {
+    "ids": lambda m, ids, other: m(ids, None, (ids != 3).long()),
+    "ids that are zero": lambda m, ids, other: m(ids, None, ids != 0),
+    "weights": lambda m, ids, other: m(ids, None, other),
+    "labels": lambda m, ids, other: m(ids, None, other != 0).log_softmax(-1).gather(-1, other[..., None]),
+}
 
-    def call(ids: Tensor) -> Tensor:
-        out: Tensor = model(ids, None, (ids != 3).long())
-        return out
+
+@pytest.mark.parametrize("name", NOT_MASKS)
+def test_a_factor_that_is_no_mask_hides_nothing(name: str) -> None:
+    """Ids, labels and weights of tokens are no padding: every position is an ordinary token, also at the end."""
+    given = law.batch(pad="none")
+    ids = given.ids.clamp(min=1)
+    ids[1:4, -2:], ids[5] = 0, 0
+    other = ids.double() / 2 if name == "weights" else ids.clone()
+
+    def call(ids: Tensor, other: Tensor) -> Any:
+        return NOT_MASKS[name](model, ids, other)
 
     model = Convolutions()
     with law.as_written():
-        law.check(call, given.ids, modules=[model])
+        law.check(call, ids, other, modules=[model])
+
+
+def test_a_graph_that_is_given_no_tensor() -> None:
+    def call() -> Tensor:
+        return torch.ones(3) * 2
+
+    law.check(call, expect="no-token-ids", backward=False)
