@@ -67,7 +67,7 @@ class Component:
     """A part of the fastest dense run.
 
     Args:
-        name: "token-wise", "attention" or "head + loss".
+        name: "token-wise", "attention", "head + loss", or what a benchmark adds.
         seconds: its time in that run.
         flops: its floating-point operations in that run, forward and backward.
         units: tokens, pairs or positions that it computes there.
@@ -338,14 +338,17 @@ def components_of(
     masked: bool,
     compile_dense: Compile,
     seconds: Callable[[Callable[[], object]], float],
+    recomputed: bool = False,
 ) -> tuple[Component, ...]:
-    """Where the time of a dense run goes."""
+    """Where the time of a dense run goes; ``recomputed`` where it runs its layers forward twice."""
     config: Any = model.config
     columns, grid = batch.input_ids.shape[1], batch.input_ids.numel()
     calls = len(batch.lengths) / run.rows
     pairs = grid * columns if masked else grid * (columns + 1) // 2
-    heads, channels, layers = config.num_attention_heads, config.head_dim, config.num_hidden_layers
-    attention = calls * layers * seconds(attention_of(model, batch, run.rows, masked))
+    heads, channels = config.num_attention_heads, config.head_dim
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind != "linear_attention" for kind in types)
+    attention = calls * layers * seconds(attention_of(model, batch, run.rows, masked, recomputed))
     head = calls * seconds(head_of(model, batch, run.rows, compile_dense))
     # Parts that were timed alone can add up to more than the whole; then nothing is left for the rest.
     rest = max(0.0, run.median - attention - head)
@@ -363,8 +366,10 @@ def components_of(
     )
 
 
-def attention_of(model: nn.Module, batch: Batch, rows: int, masked: bool) -> Callable[[], None]:
-    """Attention of one layer and one microbatch, forward and backward."""
+def attention_of(
+    model: nn.Module, batch: Batch, rows: int, masked: bool, recomputed: bool = False
+) -> Callable[[], None]:
+    """Attention of one layer and one microbatch, forward (twice if ``recomputed``) and backward."""
     config: Any = model.config
     columns, like = batch.input_ids.shape[1], next(model.parameters())
 
@@ -381,11 +386,16 @@ def attention_of(model: nn.Module, batch: Batch, rows: int, masked: bool) -> Cal
         mask = causal & batch.attention_mask[:rows, None, None, :].bool()
     upstream = torch.randn_like(query)
 
-    def once() -> None:
-        out = F.scaled_dot_product_attention(
+    def attended() -> Tensor:
+        return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=True
         )
-        torch.autograd.grad(out, (query, key, value), upstream)
+
+    def once() -> None:
+        if recomputed:
+            with torch.no_grad():
+                attended()
+        torch.autograd.grad(attended(), (query, key, value), upstream)
 
     return once
 

@@ -1,9 +1,10 @@
 """One step of a model of a real size on a GPU, tree and dense side by side: `python -m examples.bench.large_step`.
 
-An 8-layer Qwen3 of the shape of its 1.7B sibling, bf16, random weights. Without a file of rollouts: 16 rows of 8,192
-tokens that share 6,144 tokens, then 4 branches of 1,024, then 4 leaves of 1,024 each. The dense runs take
-`--microbatch` rows at a time, the tree run all rows. bf16 runs differ by rounding: what they differ by is printed, the
-law is tested elsewhere (`examples.train_step`, the tests).
+An 8-layer Qwen3 of the shape of its 1.7B sibling, bf16, random weights; or, with ``--family qwen3_5``, a hybrid of as
+many layers, three linear attentions for each full one. ``--checkpoint`` recomputes activations. Without a file of
+rollouts: 16 rows of 8,192 tokens that share 6,144 tokens, then 4 branches of 1,024, then 4 leaves of 1,024 each. The
+dense runs take `--microbatch` rows at a time, the tree run all rows. bf16 runs differ by rounding: what they differ by
+is printed, the law is tested elsewhere (`examples.train_step`, the tests).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,16 +22,24 @@ import torch
 
 import treecompile
 from examples.baselines import log_probs_of, without_mask
-from examples.measure import Run, Step, components_of, median_seconds, seconds_of, timed
+from examples.bench.chained import CHUNK, chained_parts, lift_guard
+from examples.measure import Component, Run, Step, components_of, median_seconds, seconds_of, timed
 from examples.rollout_files import read_rollouts
 from examples.rollouts import Batch, Ids, sharing
+from treecompile.runtime.chunks import chunk_plan
+from treecompile.runtime.tree import RolloutTree
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser().parse_args(arguments)
     batch = batch_of(rows_of(options)).to(options.device)
-    model = qwen3(options, batch.input_ids.shape[1])
+    model = MODELS[options.family](options, batch.input_ids.shape[1])
+    model.to(options.device, torch.bfloat16)
+    if options.checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.lift_guard:
+        lift_guard()
     plain = without_mask(model)
 
     def dense(function: Any) -> Any:
@@ -72,10 +82,15 @@ def compare(
     best = min((name for name in middle if name != "tree"), key=lambda name: middle[name])
     quoted = Run(best, options.microbatch, 0.0, (middle[best],))
     model.zero_grad(set_to_none=True)
-    parts = components_of(
+    parts = list(components_of(
         model, batch, sharing(batch.rows()), quoted, best == "stock", dense,
-        lambda function: median_seconds(function, options.repeats, time.perf_counter),
-    )  # fmt: skip
+        lambda function: median_seconds(function, options.repeats, time.perf_counter), options.checkpoint,
+    ))  # fmt: skip
+    parts += chained_of(options, model, batch)
+    # What was timed alone, and forward twice where activations are recomputed, is not in the rest.
+    token_wise = parts[0]
+    rest = max(0.0, quoted.median - sum(part.seconds for part in parts[1:]))
+    parts[0] = replace(token_wise, seconds=rest)
     for part in parts:
         print(f"{part.name:12} {1e3 * part.seconds:9.1f} ms of {best}   shared {part.ratio:.2f}x")
     total = sum(part.seconds for part in parts)
@@ -84,9 +99,31 @@ def compare(
     print(f"speed-up {reached:.2f}x over {best}, ideal {ideal:.2f}x: {reached / ideal:.2f} of it")
 
 
+def chained_of(options: argparse.Namespace, model: Any, batch: Batch) -> list[Component]:
+    """The recurrences and convolutions of a dense run, if there are any."""
+    nets = [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
+    if not nets:
+        return []
+    columns = batch.input_ids.shape[1]
+    tree = RolloutTree.from_rows(batch.rows())
+    blocks, chunks = chunk_plan(tree, CHUNK).blocks, len(batch.lengths) * -(-columns // CHUNK)
+    found = []
+    for name, run in chained_parts(nets[0], options.microbatch, columns, options.checkpoint).items():
+        taken = median_seconds(run, options.repeats, time.perf_counter)
+        seconds = len(nets) * taken * len(batch.lengths) / options.microbatch
+        units = (chunks, blocks) if name == "rule" else (batch.input_ids.numel(), tree.n)
+        found.append(Component(name, seconds, 0.0, *units))
+    return found
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m examples.bench.large_step", description=__doc__)
+    made.add_argument("--family", choices=MODELS, default="qwen3")
+    made.add_argument("--checkpoint", action="store_true", help="recompute activations in the backward pass")
+    made.add_argument(
+        "--lift-guard", action="store_true", help="run fla's backward pass where fla refuses it"
+    )
     made.add_argument("--rollouts", metavar="FILE", help="rows to run; .jsonl, .jsonl.gz or .parquet")
     made.add_argument("--max-rows", type=int, default=1024)
     made.add_argument("--max-tokens", type=int, default=1 << 20)
@@ -133,24 +170,46 @@ def batch_of(rows: Sequence[Ids]) -> Batch:
     return Batch(ids, mask, weight * mask[:, 1:], lengths)
 
 
+def shape_of(options: argparse.Namespace, context: int) -> dict[str, Any]:
+    """What the configurations have in common."""
+    torch.manual_seed(0)
+    return {
+        "vocab_size": options.vocab,
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 128,
+        "num_key_value_heads": options.hidden // 256,
+        "head_dim": 128,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+    }
+
+
 def qwen3(options: argparse.Namespace, context: int) -> Any:
-    """Qwen3ForCausalLM with random weights in bf16."""
+    """Qwen3ForCausalLM with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 128,
-        num_key_value_heads=options.hidden // 256,
-        head_dim=128,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        use_cache=False,
+    return Qwen3ForCausalLM(Qwen3Config(**shape_of(options, context)))  # type: ignore[no-untyped-call]
+
+
+def qwen3_5(options: argparse.Namespace, context: int) -> Any:
+    """Qwen3_5ForCausalLM with random weights: three gated delta nets for each full attention."""
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+    config = Qwen3_5TextConfig(
+        **shape_of(options, context),
+        linear_num_key_heads=options.hidden // 128,
+        linear_num_value_heads=options.hidden // 64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
     )
-    return Qwen3ForCausalLM(config).to(options.device, torch.bfloat16)  # type: ignore[no-untyped-call]
+    return Qwen3_5ForCausalLM(config)  # type: ignore[no-untyped-call]
+
+
+MODELS = {"qwen3": qwen3, "qwen3_5": qwen3_5}
 
 
 def reset_peak() -> None:

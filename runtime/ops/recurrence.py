@@ -7,6 +7,9 @@ Per token, from the state S [D, V] that its parent left (zero above a root), a =
 
     S <- a * S;   S <- S + beta k (v - S' k)'   (beta None: S <- S + k v');   out = scale S' q
 
+Two executors of one contract: Triton kernels for the delta rule on a GPU (`recurrence_triton`), and the plain PyTorch
+below for the rest, their specification.
+
 Every path keeps its own grid of chunks (`treecompile.runtime.chunks`). What is local to a chunk is computed for many
 blocks at once (`recurrence_chunks`); states pass from level to level of the chunk trie, all blocks of a level at once:
 as many steps as the longest path has chunks, however many forks there are. Nothing is saved for the backward pass but
@@ -31,7 +34,15 @@ from treecompile.runtime.ops.recurrence_chunks import (
     add_product,
     decay_of,
 )
+from treecompile.runtime.ops.recurrence_paths import PathTables, path_tables
 from treecompile.runtime.ops.recurrence_plan import RecurrenceTables, Slice, recurrence_tables
+from treecompile.runtime.ops.recurrence_triton import (
+    Inputs,
+    attempt,
+    delta_rule_backward,
+    delta_rule_forward,
+    why_not,
+)
 from treecompile.runtime.ops.registry import define, register_autocast
 from treecompile.runtime.ops.segment_sum import segment_sum
 
@@ -96,6 +107,11 @@ def _forward(
         Blocks are computed in slices of at most `SLICE_BYTES`. Autocast casts nothing: the models compute in fp32.
     """
     _check(q, k, v, gate, beta)
+    if v.numel() and beta is not None and not why_not(k, v, gate, beta, chunk):
+        inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk)
+        made = attempt(lambda: delta_rule_forward(inputs), k, v)
+        if made is not None:
+            return made.to(v.dtype).unsqueeze(0)
     run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, backward=False)
     out = v.new_empty(v.shape)
     if v.numel() == 0:
@@ -244,6 +260,25 @@ def _sum_children(x: Tensor, offsets: Tensor) -> Tensor:
     return segment_sum(x, offsets, torch.arange(x.shape[0], device=x.device))
 
 
+def _inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    subtree_end: Tensor,
+    segments_host: Tensor,
+    scale: float,
+    chunk: int,
+) -> Inputs:
+    """The inputs of a call as the Triton executor takes them."""
+    tables = path_tables(segments_host, chunk, v.device)
+    _check_tree(tables, subtree_end)
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    q, k, v = (_rows(x.to(dtype)) for x in (q, k, v))
+    return Inputs(q, k, v, _rows(gate), _rows(beta), tables, scale)
+
+
 class _Run:
     """The inputs of a call as rows of tokens, and the slices to run."""
 
@@ -349,7 +384,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None) -
         raise ValueError(f"tree_recurrence: beta of shape {beta.shape} for v {v.shape}")
 
 
-def _check_tree(tables: RecurrenceTables, subtree_end: Tensor) -> None:
+def _check_tree(tables: RecurrenceTables | PathTables, subtree_end: Tensor) -> None:
     """Compare the two descriptions of the tree: on the host all of it, on a device the number of tokens."""
     if tables.tokens != subtree_end.shape[0]:
         raise ValueError(f"tree_recurrence: a table of {tables.tokens} tokens for {subtree_end.shape[0]}")
@@ -387,6 +422,16 @@ def _backward(
         in reverse. Gradients of a replayed token are added up over the blocks that hold it.
     """
     _check(q, k, v, gate, beta)
+    if grad.numel() and beta is not None and not why_not(k, v, gate, beta, chunk):
+        inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk)
+        rows = _rows(grad).to(inputs.v.dtype)
+        grads = attempt(lambda: delta_rule_backward(rows, inputs), k, v)
+        if grads is not None:
+            dq, dk, dv, dgate, dbeta = (
+                x.to(like.dtype).view(like.shape)
+                for x, like in zip(grads, (q, k, v, gate, beta), strict=True)
+            )
+            return dq, dk, dv, dgate, dbeta
     run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, backward=True)
     made = [x.new_zeros(x.shape) for x in (q, k, v, gate)]
     made.append(q.new_zeros((0,)) if beta is None else beta.new_zeros(beta.shape))
@@ -399,13 +444,13 @@ def _backward(
         starts.append(above)
         if i + 1 < len(run.slices):
             above = run.load(piece).pass_states(above, parts)
-    grads = _rows(grad)
+    upstream = _rows(grad)
     totals = _Totals(run)
     parts, below = [], None
     for piece, start in zip(reversed(run.slices), reversed(starts), strict=True):
         block = run.load(piece)
         block.pass_states(start, [])
-        found, below = block.gradients(run.queries(piece), run.load_grad(grads, piece), below, parts)
+        found, below = block.gradients(run.queries(piece), run.load_grad(upstream, piece), below, parts)
         totals.add(piece, found)
     return totals.result(q, k, v, gate, beta)
 

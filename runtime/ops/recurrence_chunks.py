@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Delta", "Local", "Reads", "ScalarDecay", "VectorDecay", "add_product", "decay_of"]
+__all__ = ["Delta", "Local", "Reads", "ScalarDecay", "VectorDecay", "add_product", "decay_of", "lowest_gate"]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Local:
     delta: Delta | None
 
 
-def _lowest(dtype: torch.dtype) -> float:
+def lowest_gate(dtype: torch.dtype) -> float:
     """A gate whose decay is zero: below it nothing changes, and sums stay exact and finite."""
     return -104.0 if dtype == torch.float32 else -746.0
 
@@ -98,7 +98,7 @@ class ScalarDecay:
     def __init__(self, k: Tensor, gate: Tensor, delta: bool) -> None:
         self.k, self.groups = k, k.shape[1]
         # Differences of sums lose what the sums have in common: these are in fp64, as a number and the rest of it.
-        sums = gate.clamp(min=_lowest(gate.dtype)).double().cumsum(-1)
+        sums = gate.clamp(min=lowest_gate(gate.dtype)).double().cumsum(-1)
         near = sums.to(gate.dtype)
         rest = (sums - near).to(gate.dtype)
         self.e, self.w = near.exp(), (sums[..., -1:] - sums).to(gate.dtype).exp_()
@@ -160,7 +160,7 @@ class VectorDecay:
 
     def __init__(self, k: Tensor, gate: Tensor, delta: bool) -> None:
         self.k = k
-        gate = self.gate = gate.clamp(min=_lowest(gate.dtype))
+        gate = self.gate = gate.clamp(min=lowest_gate(gate.dtype))
         self.e = gate.cumsum(-2).exp_()
         self.w = self._behind(gate).exp_()
         self.local = Local(

@@ -141,6 +141,10 @@ def delta_rule(divides: bool) -> Callable[[FunctionType], Callable[..., Any]]:
         def reaches(names: tuple[str, ...]) -> bool:
             return _reaches(original, names)
 
+        @at_trace_time
+        def picked() -> bool:
+            return _kernel(original) is not None
+
         def traced(
             query: Tensor,
             key: Tensor,
@@ -163,6 +167,11 @@ def delta_rule(divides: bool) -> Callable[[FunctionType], Callable[..., Any]]:
             if body is None:
                 return original(query, key, value, g, beta, chunk_size, None, False, use_qk_l2norm_in_kernel)
             operands = _delta_operands(query, key, value, g, beta, use_qk_l2norm_in_kernel, divides)
+            if (
+                picked()
+            ):  # kernels multiply in the dtype that they are given, and transformers' own code in fp32
+                q, k, v = (x.to(query.dtype) for x in operands[:3])
+                operands = (q, k, v, *operands[3:])
             given = [query, key, value, g, beta]
             return leaf_recurrence(*operands, query.shape[-1] ** -0.5, chunk_size, given, body), None
 
