@@ -107,7 +107,7 @@ ROWS: dict[str, Callable[[], list[list[int]]]] = {
     "63": lambda: [list(range(63))],
     "4097": lambda: [list(range(4097)), [*range(4000), 1, 2, 3], [*range(7), 0]],
     "many": lambda: comb(40, 90, 70) + draw(1, 200, 1, 60),
-    "short segments": lambda: draw(2, 3000, 1, 30),
+    "short segments": lambda: draw(2, 500, 1, 30),
 }
 WIDE = Form(groups=2, heads=4, d=128, v=128)
 INTERPRETED = {
@@ -163,8 +163,10 @@ def check(
     ):
         assert torch.equal(a, b), what
         assert (a.dtype, a.shape) == (c.dtype, c.shape), what
-        # fp16 and bf16: operands of products are rounded between the kernels, up to four times in a row.
-        bound = 2 * error(c, d) + (2e-6 if dtype == torch.float32 else 2 * rounding)
+        # fp16 and bf16: operands of products are rounded between the kernels, up to four times in a row. Of few
+        # numbers the norm may be what little is left of large ones.
+        slack = 2e-6 if dtype == torch.float32 else 2 * rounding
+        bound = 2 * error(c, d) + slack * (1 if d.numel() >= 1000 else 16)
         assert error(a, d) <= bound, (name, form, dtype, what, error(a, d), error(c, d))
 
 

@@ -14,13 +14,13 @@ e_i, w_i, d_ij, A and L are those of `treecompile.runtime.ops.recurrence_chunks`
 local to a chunk runs over all blocks at once and loads tokens by index: a replay copies nothing. States pass in one
 launch over the *paths* of the trie (a block and its first child stay on one path, so a path is a range of blocks): a
 program draws the next path from a ticket, in an order that has every path behind the one that it starts from, and
-waits for a flag. All programs that hold a smaller ticket are running or done, so the one with the smallest never waits: no deadlock, however
-few programs are resident. Every state has one writer, sums over children run in the order of the table.
+waits for a flag. All programs that hold a smaller ticket are running or done, so the one with the smallest never
+waits: no deadlock, however few programs are resident. Every state has one writer, sums over children run in the order
+of the table.
 
 Products take operands of the inputs' dtype, or fp32 as PRECISION says; states and decays are fp32, and so are the
-operands of the solve and of sums over gates, as SUMS says. On Hopper
-Triton miscompiles the product of a *transposed* accumulator: what is needed both ways is computed both ways, or read
-back from memory.
+operands of the solve and of sums over gates, as SUMS says. On Hopper Triton miscompiles the product of a *transposed*
+accumulator: what is needed both ways is computed both ways, or read back from memory.
 
 Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024, section 3.3.
 """
