@@ -31,6 +31,7 @@ from treecompile.passes.reasons import Refusal, reason_at
 from treecompile.passes.rule import lookup, value_of
 from treecompile.passes.sites import AttentionSite
 from treecompile.passes.values import Kind
+from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.losses import label_index, weighted_reduction
 from treecompile.runtime.ops import kept_rows
 from treecompile.runtime.program import WHOLE, ExpandSpec, Input, PackSpec, Region
@@ -58,6 +59,7 @@ class Emitter:
     kinds: Kinds
     source: fx.Graph
     heads: dict[fx.Node, Head] = field(default_factory=dict)
+    alignment: Alignment = "trajectory"
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[Input] = field(default_factory=list)
     env: dict[fx.Node, Any] = field(default_factory=dict)
@@ -478,7 +480,9 @@ class Emitter:
         scale, chunk = node.args[6:8]
         tree = (self.tree("chain_end"), self.tree("chain_segments"))
         out = self.call(
-            ops.tree_recurrence.default, (q, k, v, gate, beta, *tree, float(scale), int(chunk)), node
+            ops.tree_recurrence.default,
+            (q, k, v, gate, beta, *tree, float(scale), int(chunk), self.alignment),
+            node,
         )
         if skip is not None:
             out = self.call(aten.add.Tensor, (out, skip), node)

@@ -28,6 +28,7 @@ from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import ARGUMENT, source_text
 from treecompile.passes.rule import Facts, Infer, lookup, outputs_of, value_of
 from treecompile.passes.values import Kind
+from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.losses import nll_from_log_probs
 from treecompile.runtime.program import Frontier, Input, PackSpec, TreeSpec
 
@@ -68,13 +69,19 @@ class Draft:
         return Counter(rewrite.kind for rewrite in self.rewrites)
 
 
-def build(gm: fx.GraphModule, fakes: Sequence[Any], is_parameter: Callable[[fx.Node], bool]) -> Draft:
+def build(
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    is_parameter: Callable[[fx.Node], bool],
+    alignment: Alignment = "trajectory",
+) -> Draft:
     """Prove and rewrite a captured graph.
 
     Args:
         gm: the Dynamo graph.
         fakes: example values of its placeholders.
         is_parameter: whether a placeholder of `gm` is a parameter of the model.
+        alignment: where the chunks of recurrences start.
 
     Raises:
         Refusal: what cannot be proved, and why.
@@ -96,7 +103,7 @@ def build(gm: fx.GraphModule, fakes: Sequence[Any], is_parameter: Callable[[fx.N
         told["note"] = ", ".join(
             f"{count[kind]} {kind.value}" for kind in Kind if count[kind] and kind is not Kind.OTHER
         )
-    return _assemble(lowered, kinds, regions, clock)
+    return _assemble(lowered, kinds, regions, clock, alignment)
 
 
 def classify(lowered: fx.GraphModule, parameters: set[fx.Node]) -> Kinds:
@@ -140,7 +147,11 @@ def _note_constant(gm: fx.GraphModule, node: fx.Node, constants: dict[fx.Node, A
 
 
 def _assemble(
-    lowered: fx.GraphModule, kinds: Kinds, regions: dict[int, dict[str, Any]], clock: Clock
+    lowered: fx.GraphModule,
+    kinds: Kinds,
+    regions: dict[int, dict[str, Any]],
+    clock: Clock,
+    alignment: Alignment,
 ) -> Draft:
     output = next(n for n in lowered.graph.nodes if n.op == "output")
     results = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else [output.args[0]]
@@ -152,7 +163,7 @@ def _assemble(
         told["note"] = f"masked positions are read {_where_read(demand)}" if padded else "no padding"
     with clock.step("emit") as told:
         heads = find_heads(kinds)
-        emitter = Emitter(kinds, lowered.graph, heads)
+        emitter = Emitter(kinds, lowered.graph, heads, alignment)
         emitter.run(cut.frontier)
         emitter.graph.output(tuple(emitter.get(node) for node in cut.frontier))
         mark(kinds, emitter.env)

@@ -10,6 +10,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from tests.models import HYBRIDS, VOCAB
 from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
 from treecompile.leaves import install, recurrence, scope
+from treecompile.runtime.chunks import Alignment, ChunkPlan
+from treecompile.runtime.ops import recurrence_plan
 from treecompile.runtime.ops.leaf_recurrence import leaf_recurrence
 
 pytest.importorskip("transformers")
@@ -103,6 +106,22 @@ def assert_law(
 def test_a_family_packs(name: str) -> None:
     with law.as_written():
         assert_law(HYBRIDS[name].build(), batch("ragged"))
+
+
+@pytest.mark.parametrize("alignment", ["branch", "auto"])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("mamba2", marks=SLOW)])
+def test_alignments(name: str, alignment: str) -> None:
+    """Chunks that start at forks: the same function, and the choice reaches the op."""
+    asked = []
+    plan = recurrence_plan.block_plan
+
+    def spy(table: Tensor, chunk: int, alignment: Alignment) -> ChunkPlan:
+        asked.append(alignment)
+        return plan(table, chunk, alignment)
+
+    with law.as_written(), mock.patch.object(recurrence_plan, "block_plan", spy):
+        assert_law(HYBRIDS[name].build(), batch("ragged"), alignment=alignment)
+    assert set(asked) == {alignment}
 
 
 @pytest.mark.parametrize("mask", [m for m in MASKS if m != "ragged"])

@@ -42,6 +42,7 @@ def dropped() -> Model:
         ({"on_unsuported": "error"}, "Did you mean 'on_unsupported'?"),
         ({"on_unsupported": "denze"}, "Did you mean 'dense'?"),
         ({"compiler": "inductr"}, "Did you mean 'inductor'?"),
+        ({"alignment": "branches"}, "Did you mean 'branch'?"),
         ({"mode": "reduce-overhead"}, "CUDA graphs need fixed sizes"),
         ({"mode": "defualt"}, "Did you mean 'default'?"),
         ({"min_sharing": -1}, "pass a ratio of at least 0"),

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.strategies import row_sets
 from tests.test_chunks import NAMED
-from treecompile.runtime.errors import TreeError
+from treecompile.runtime.chunks import Alignment, chunk_plan
+from treecompile.runtime.errors import OptionError, TreeError
 from treecompile.runtime.ops import (
     recurrence,
     tree_causal_conv1d,
@@ -85,8 +86,8 @@ def tables(tree: RolloutTree) -> tuple[Tensor, Tensor]:
     )
 
 
-def run(x: list[Tensor], tree: RolloutTree, chunk: int) -> Tensor:
-    out = tree_recurrence(*x[:4], x[4] if len(x) > 4 else None, *tables(tree), SCALE, chunk)
+def run(x: list[Tensor], tree: RolloutTree, chunk: int, alignment: Alignment = "trajectory") -> Tensor:
+    out = tree_recurrence(*x[:4], x[4] if len(x) > 4 else None, *tables(tree), SCALE, chunk, alignment)
     assert isinstance(out, Tensor)
     return out
 
@@ -114,12 +115,19 @@ def rows_of(tree: RolloutTree) -> list[list[int]]:
     return [row for row in kept if row]
 
 
-def law(form: Form, rows: list[list[int]], chunk: int, low: float = -1.0, high: float = 0.0) -> None:
+def law(
+    form: Form,
+    rows: list[list[int]],
+    chunk: int,
+    low: float = -1.0,
+    high: float = 0.0,
+    alignment: Alignment = "trajectory",
+) -> None:
     """Outputs and all gradients, each row with a loss of its own."""
     tree = RolloutTree.from_rows(rows)
     x = form.inputs(tree.n, low, high)
     paths = rows_of(tree)
-    out = run(x, tree, chunk)
+    out = run(x, tree, chunk, alignment)
     assert out.shape == (1, tree.n, form.heads, form.v)
     if not paths:
         return
@@ -141,6 +149,42 @@ def law(form: Form, rows: list[list[int]], chunk: int, low: float = -1.0, high: 
 @given(row_sets(max_rows=6, max_length=14), st.integers(1, 8), st.sampled_from(sorted(FORMS)))
 def test_random_trees_obey_the_law(rows: list[list[int]], chunk: int, name: str) -> None:
     law(FORMS[name], rows, chunk)
+
+
+@settings(max_examples=30)
+@given(
+    row_sets(max_rows=6, max_length=14),
+    st.integers(1, 8),
+    st.sampled_from(sorted(FORMS)),
+    st.sampled_from(["branch", "auto"]),
+)
+def test_other_alignments_obey_the_law(
+    rows: list[list[int]], chunk: int, name: str, alignment: Alignment
+) -> None:
+    law(FORMS[name], rows, chunk, alignment=alignment)
+
+
+def test_automatic_alignment_takes_the_fewer_blocks() -> None:
+    def blocks(rows: list[list[int]], alignment: Alignment) -> int:
+        tree = RolloutTree.from_rows(rows)
+        table = tables(tree)[1]
+        found = recurrence_tables(table, 4, torch.device("cpu"), alignment).blocks
+        expected = chunk_plan(tree, 4, alignment=alignment).blocks if alignment != "auto" else found
+        assert found == expected
+        return found
+
+    whole = [
+        [*range(5), *range(100 * i, 100 * i + 8)] for i in range(1, 9)
+    ]  # branches of whole chunks off a boundary
+    assert blocks(whole, "auto") == blocks(whole, "branch") < blocks(whole, "trajectory")
+    short = [[*range(5), 100 * i] for i in range(1, 9)]
+    assert blocks(short, "auto") == blocks(short, "trajectory") < blocks(short, "branch")
+
+
+def test_an_unknown_alignment() -> None:
+    tree = RolloutTree.from_rows([[1, 2], [1, 3]])
+    with pytest.raises(OptionError, match="alignment"):
+        run(FORMS["gated delta"].inputs(tree.n), tree, 4, "rows")  # type: ignore[arg-type]
 
 
 @settings(max_examples=25)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tests.strategies import row_sets
 from tests.test_recurrence import Form, tables
-from treecompile.runtime.chunks import chunk_plan
+from treecompile.runtime.chunks import Alignment, chunk_plan
 from treecompile.runtime.ops import (
     recurrence,
     recurrence_triton,
@@ -32,25 +32,22 @@ from treecompile.runtime.ops import (
     tree_recurrence_backward,
     tree_recurrence_reference,
 )
-from treecompile.runtime.ops.recurrence_paths import PathTables, path_tables
+from treecompile.runtime.ops.recurrence_paths import path_tables
 from treecompile.runtime.tree import RolloutTree
 
 CPU = torch.device("cpu")
 SCALE = 0.3
 
 
-def tables_of(tree: RolloutTree, chunk: int, device: torch.device = CPU) -> PathTables:
-    return path_tables(tables(tree)[1], chunk, device)
-
-
 # ---- tables -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80)
-@given(row_sets(), st.integers(1, 5))
-def test_path_tables(rows: list[list[int]], chunk: int) -> None:
+@given(row_sets(), st.integers(1, 5), st.sampled_from(["trajectory", "branch"]))
+def test_path_tables(rows: list[list[int]], chunk: int, alignment: Alignment) -> None:
     tree = RolloutTree.from_rows(rows)
-    plan, made = chunk_plan(tree, chunk), tables_of(tree, chunk)
+    plan = chunk_plan(tree, chunk, alignment=alignment)
+    made = path_tables(tables(tree)[1], chunk, CPU, alignment)
     assert (made.tokens, made.blocks) == (tree.n, plan.blocks)
     assert made.order.sort().values.tolist() == list(range(made.paths))
     rows_of = made.rows.view(made.blocks, made.width).tolist()
@@ -247,7 +244,7 @@ def test_more_programs_than_are_resident() -> None:
     """Waiting programs never keep out those that they wait for: 20 times as many as fit, forks in series."""
     rows = comb(1500, 64, 70)
     tree = RolloutTree.from_rows(rows)
-    made = tables_of(tree, 64, torch.device("cuda"))
+    made = path_tables(tables(tree)[1], 64, torch.device("cuda"))
     form = Form(groups=8, heads=16, d=64, v=64)
     resident = torch.cuda.get_device_properties("cuda").multi_processor_count * 8
     assert made.paths * form.heads > 20 * resident

@@ -104,7 +104,7 @@ def _captured(gm: fx.GraphModule, inputs: Sequence[Any], *, probe: _Probe) -> Ca
     fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     number = len(probe.graphs)
     try:
-        draft = build(gm, fakes, backend._is_parameter)
+        draft = build(gm, fakes, backend._is_parameter, probe.options.alignment)
     except Exception as error:
         reason = error.reason if isinstance(error, Refusal) else backend._internal(error)
         probe.graphs.append(GraphReport(gm, None, reason, ended_by=_break(gm)))

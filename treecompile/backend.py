@@ -57,7 +57,7 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
     counters["captured"] += 1
     fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     try:
-        draft = build(gm, fakes, _is_parameter)
+        draft = build(gm, fakes, _is_parameter, options.alignment)
     except Refusal as refusal:
         return _refused(gm, example_inputs, refusal.reason, options)
     except Exception as error:

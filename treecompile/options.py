@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.errors import OptionError
 
 __all__ = ["Options"]
@@ -21,6 +22,10 @@ class Options:
         on_unsupported: "dense" runs a graph that cannot be proved as stock Inductor would, and logs why once;
             "error" raises :class:`UnsupportedError`.
         min_sharing: a batch with fewer kept grid positions for one packed token than this runs dense.
+        alignment: where the chunks of linear attentions start in the packed tree: "trajectory" (from the first token of
+            each row, as in a dense run: the same rounding, tokens before a fork inside a chunk run again in each
+            branch), "branch" (anew at each fork: no token twice, other rounding), or "auto" (whichever has fewer
+            chunks for a batch).
         compiler: what runs the graphs: "inductor", or "aot_eager" (no code generation: for tests and debugging).
         mode: of Inductor, as in ``torch.compile(mode=...)`` (which takes no options beside it): "default" or
             "max-autotune-no-cudagraphs".
@@ -32,6 +37,7 @@ class Options:
 
     on_unsupported: str = "dense"
     min_sharing: float = 1.05
+    alignment: Alignment = "trajectory"
     compiler: str = "inductor"
     mode: str = "default"
 
@@ -49,6 +55,7 @@ class Options:
                 raise OptionError(argument="options", value=name, choices=names)
         options = Options(**given)
         _choice("on_unsupported", options.on_unsupported, ("dense", "error"))
+        _choice("alignment", options.alignment, ("trajectory", "branch", "auto"))
         _choice("compiler", options.compiler, ("inductor", "aot_eager"))
         if options.mode in ("reduce-overhead", "max-autotune"):
             remedy = "CUDA graphs need fixed sizes, and the sizes of a tree vary"

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.ops.attention_math import accumulation_dtype
 from treecompile.runtime.ops.recurrence_chunks import (
     Delta,
@@ -53,7 +54,7 @@ SLICE_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor? beta, Tensor subtree_end, Tensor segments_host,"
-    " float scale, int chunk"
+    " float scale, int chunk, str alignment='trajectory'"
 )
 
 
@@ -67,6 +68,7 @@ def _forward(
     segments_host: Tensor,
     scale: float,
     chunk: int,
+    alignment: Alignment = "trajectory",
 ) -> Tensor:
     """Run a recurrence from each token's parent on, over all paths of the tree at once.
 
@@ -79,13 +81,15 @@ def _forward(
             ordinary one: leaf pads have no place in a recurrence.
         segments_host: int32 [S, 4] on the CPU, rows (start, end, parent row or -1, subtree end of start).
         scale: factor of the queries.
-        chunk: C, counted along each path from its root; the dense op's own for equal rounding.
+        chunk: C, the dense op's own for equal rounding.
+        alignment: where chunks are counted from: "trajectory", the root of each path, as on dense rows; "branch", the
+            last fork, so that no token is computed twice; "auto", whichever has fewer chunks.
 
     Returns:
         [1, N, H, V] contiguous in v's dtype. Computed in fp32, fp64 for fp64 v.
 
     Raises:
-        ValueError: shapes that disagree, a table of another tree, leaf pads, or a chunk below 1.
+        ValueError: shapes that disagree, a table of another tree, leaf pads, a chunk below 1, another alignment.
 
     Example:
         >>> table = torch.tensor([[0, 2, -1, 4], [2, 3, 0, 3], [3, 4, 0, 4]], dtype=torch.int32)
@@ -108,11 +112,11 @@ def _forward(
     """
     _check(q, k, v, gate, beta)
     if v.numel() and beta is not None and not why_not(k, v, gate, beta, chunk):
-        inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk)
+        inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
         made = attempt(lambda: delta_rule_forward(inputs), k, v)
         if made is not None:
             return made.to(v.dtype).unsqueeze(0)
-    run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, backward=False)
+    run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment, backward=False)
     out = v.new_empty(v.shape)
     if v.numel() == 0:
         return out
@@ -270,9 +274,10 @@ def _inputs(
     segments_host: Tensor,
     scale: float,
     chunk: int,
+    alignment: Alignment,
 ) -> Inputs:
     """The inputs of a call as the Triton executor takes them."""
-    tables = path_tables(segments_host, chunk, v.device)
+    tables = path_tables(segments_host, chunk, v.device, alignment)
     _check_tree(tables, subtree_end)
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     q, k, v = (_rows(x.to(dtype)) for x in (q, k, v))
@@ -293,11 +298,12 @@ class _Run:
         segments_host: Tensor,
         scale: float,
         chunk: int,
+        alignment: Alignment,
         *,
         backward: bool,
     ) -> None:
         self.dtype = accumulation_dtype(v.dtype)
-        self.scale, self.tables = scale, recurrence_tables(segments_host, chunk, v.device)
+        self.scale, self.tables = scale, recurrence_tables(segments_host, chunk, v.device, alignment)
         _check_tree(self.tables, subtree_end)
         self.heads, vector = v.shape[2], gate.dim() == 4
         repeat = self.heads // k.shape[2] if vector else 1
@@ -407,12 +413,13 @@ def _backward(
     segments_host: Tensor,
     scale: float,
     chunk: int,
+    alignment: Alignment = "trajectory",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, gate and beta (empty without beta) of `tree_recurrence`.
 
     Args:
         grad: [1, N, H, V].
-        q, k, v, gate, beta, subtree_end, segments_host, scale, chunk: as for `tree_recurrence`.
+        q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment: as for `tree_recurrence`.
 
     Returns:
         contiguous tensors of the arguments' shapes and dtypes.
@@ -423,7 +430,7 @@ def _backward(
     """
     _check(q, k, v, gate, beta)
     if grad.numel() and beta is not None and not why_not(k, v, gate, beta, chunk):
-        inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk)
+        inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
         rows = _rows(grad).to(inputs.v.dtype)
         grads = attempt(lambda: delta_rule_backward(rows, inputs), k, v)
         if grads is not None:
@@ -432,7 +439,7 @@ def _backward(
                 for x, like in zip(grads, (q, k, v, gate, beta), strict=True)
             )
             return dq, dk, dv, dgate, dbeta
-    run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, backward=True)
+    run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment, backward=True)
     made = [x.new_zeros(x.shape) for x in (q, k, v, gate)]
     made.append(q.new_zeros((0,)) if beta is None else beta.new_zeros(beta.shape))
     if grad.numel() == 0:
@@ -519,7 +526,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *grads, dbeta = tree_recurrence_backward(grad, *ctx.saved_tensors, *ctx.scalars)
-    return *grads, dbeta if ctx.needs_input_grad[4] else None, *(None,) * 4
+    return *grads, dbeta if ctx.needs_input_grad[4] else None, *(None,) * 5
 
 
 torch.library.register_autograd("treecompile::tree_recurrence", _grads, setup_context=_save)

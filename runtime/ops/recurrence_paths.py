@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.cache import TreeCache
-from treecompile.runtime.chunks import ChunkPlan, chunk_plan
-from treecompile.runtime.tree import RolloutTree
+from treecompile.runtime.chunks import Alignment, ChunkPlan
+from treecompile.runtime.ops.recurrence_plan import block_plan
 
 __all__ = ["PathTables", "path_tables"]
 
@@ -116,17 +116,20 @@ def _build(plan: ChunkPlan, width: int, device: torch.device) -> PathTables:
 _kept: TreeCache[PathTables] = TreeCache(capacity=KEPT)
 
 
-def path_tables(segments_host: Tensor, chunk: int, device: torch.device) -> PathTables:
+def path_tables(
+    segments_host: Tensor, chunk: int, device: torch.device, alignment: Alignment = "trajectory"
+) -> PathTables:
     """Return the tables of a tree, from the cache where the same table was seen before (contents are compared).
 
     Args:
         segments_host: int32 [S, 4] on the CPU, rows (start, end, parent row or -1, subtree end of start).
         chunk: most tokens of a block; C is the next power of two, at least `LEAST_WIDTH`.
         device: where the tables go.
+        alignment: of the chunks.
 
     Raises:
         TreeError: no table of a tree without leaf pads.
-        OptionError: a chunk below 1.
+        OptionError: a chunk below 1, or an unknown alignment.
 
     Example:
         >>> table = torch.tensor([[0, 3, -1, 5], [3, 4, 0, 4], [4, 5, 0, 5]], dtype=torch.int32)
@@ -139,6 +142,6 @@ def path_tables(segments_host: Tensor, chunk: int, device: torch.device) -> Path
 
     def build() -> PathTables:
         width = max(LEAST_WIDTH, 1 << (chunk - 1).bit_length())
-        return _build(chunk_plan(RolloutTree.from_segments(segments_host.numpy()), chunk), width, device)
+        return _build(block_plan(segments_host, chunk, alignment), width, device)
 
-    return _kept.get([segments_host], build, device=device, options=chunk)
+    return _kept.get([segments_host], build, device=device, options=(chunk, alignment))

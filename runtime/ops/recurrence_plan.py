@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.cache import TreeCache
-from treecompile.runtime.chunks import ChunkPlan, chunk_plan
+from treecompile.runtime.chunks import Alignment, ChunkPlan, chunk_plan
 from treecompile.runtime.stretches import Array
 from treecompile.runtime.tree import RolloutTree
 
-__all__ = ["RecurrenceTables", "Slice", "Step", "recurrence_tables"]
+__all__ = ["RecurrenceTables", "Slice", "Step", "block_plan", "recurrence_tables"]
 
 # Trees whose tables are kept, and ways to slice each.
 KEPT, KEPT_SLICES = 16, 8
@@ -198,17 +198,38 @@ class RecurrenceTables:
 _kept: TreeCache[RecurrenceTables] = TreeCache(capacity=KEPT)
 
 
-def recurrence_tables(segments_host: Tensor, chunk: int, device: torch.device) -> RecurrenceTables:
+def block_plan(segments_host: Tensor, chunk: int, alignment: Alignment) -> ChunkPlan:
+    """The blocks of a tree; "auto" takes the alignment with fewer of them, "trajectory" of equally many.
+
+    Example:
+        >>> table = torch.tensor([[0, 3, -1, 5], [3, 4, 0, 4], [4, 5, 0, 5]], dtype=torch.int32)
+        >>> block_plan(table, 2, "trajectory"), block_plan(table, 2, "branch").blocks
+        (ChunkPlan(C=2, alignment='trajectory', N=5, K=3), 4)
+    """
+    tree = RolloutTree.from_segments(segments_host.numpy())
+    if alignment != "auto":
+        return chunk_plan(tree, chunk, alignment=alignment)
+    return min((chunk_plan(tree, chunk, alignment=each) for each in ("trajectory", "branch")), key=_blocks)
+
+
+def _blocks(plan: ChunkPlan) -> int:
+    return plan.blocks
+
+
+def recurrence_tables(
+    segments_host: Tensor, chunk: int, device: torch.device, alignment: Alignment = "trajectory"
+) -> RecurrenceTables:
     """Return the tables of a tree, from the cache where the same table was seen before (contents are compared).
 
     Args:
         segments_host: int32 [S, 4] on the CPU, rows (start, end, parent row or -1, subtree end of start).
         chunk: C.
         device: where the index tensors go.
+        alignment: of the chunks.
 
     Raises:
         TreeError: no table of a tree without leaf pads.
-        OptionError: a chunk below 1.
+        OptionError: a chunk below 1, or an unknown alignment.
 
     Example:
         >>> table = torch.tensor([[0, 3, -1, 5], [3, 4, 0, 4], [4, 5, 0, 5]], dtype=torch.int32)
@@ -218,6 +239,6 @@ def recurrence_tables(segments_host: Tensor, chunk: int, device: torch.device) -
     """
 
     def build() -> RecurrenceTables:
-        return RecurrenceTables(chunk_plan(RolloutTree.from_segments(segments_host.numpy()), chunk), device)
+        return RecurrenceTables(block_plan(segments_host, chunk, alignment), device)
 
-    return _kept.get([segments_host], build, device=device, options=chunk)
+    return _kept.get([segments_host], build, device=device, options=(chunk, alignment))
