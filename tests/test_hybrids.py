@@ -24,6 +24,7 @@ from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
 from treecompile.leaves import install, recurrence, scope
 from treecompile.runtime.chunks import Alignment, ChunkPlan
+from treecompile.runtime.ops import recurrence as op
 from treecompile.runtime.ops import recurrence_plan
 from treecompile.runtime.ops.leaf_recurrence import leaf_recurrence
 
@@ -168,6 +169,39 @@ def test_autocast(name: str) -> None:
     ]
     assert errors[1][0] <= 1.25 * errors[0][0]
     assert torch.stack(errors[1][1:]).norm() <= 1.25 * torch.stack(errors[0][1:]).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "compiler"), [("qwen3_5", "inductor"), *((name, "aot_eager") for name in HYBRIDS)]
+)
+def test_bf16_on_the_gpu(name: str, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further from fp32 than the dense run in bf16, and close to it in fp32; by kernels where they can."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    model = HYBRIDS[name].build(smooth=True).cuda()
+    inputs = {key: x.cuda() for key, x in batch("ragged").items()}
+    ran = mock.Mock(wraps=op.delta_rule_backward)
+    monkeypatch.setattr(op, "delta_rule_backward", ran)
+    exact, exact_grads = outcome(model, model, inputs)
+    call = law.compiled(model, on_unsupported="error", compiler=compiler)
+    close, close_grads = outcome(model, call, inputs)
+    assert (close - exact).abs().max() <= 5e-5
+    for key, g in exact_grads.items():
+        budget = 1e-3 if key.endswith(("A_log", "dt_bias")) else 1e-4
+        assert (close_grads[key] - g).norm() <= budget * g.norm().clamp_min(1e-3), key
+    model.bfloat16()
+    torch._dynamo.reset()
+    low = law.compiled(model, on_unsupported="error", compiler=compiler)
+    with law.counting() as seen:
+        runs = outcome(model, model, inputs), outcome(model, low, inputs)
+    law.held("packed", seen)
+    errors = [
+        [(x - exact).norm(), *((grads[n].float() - g).norm() for n, g in exact_grads.items())]
+        for x, grads in runs
+    ]
+    assert errors[1][0] <= 1.25 * errors[0][0]
+    assert torch.stack(errors[1][1:]).norm() <= 1.25 * torch.stack(errors[0][1:]).norm()
+    assert bool(ran.call_count) == (name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
