@@ -36,8 +36,9 @@ from treecompile.runtime.ops import (
     tree_attention_backward,
     tree_attention_reference,
 )
+from treecompile.runtime.ops.attention_kernels import CudnnKernel, Kernel, Tile
 from treecompile.runtime.ops.attention_launch import Request, launch_of
-from treecompile.runtime.ops.attention_math import visible_pairs
+from treecompile.runtime.ops.attention_math import tile_backward, tile_forward, visible_pairs
 from treecompile.runtime.tree import RolloutTree
 
 
@@ -304,6 +305,125 @@ def test_pieces_are_the_reference(case: Case, shape: Shape, tile: int, known: bo
 @pytest.mark.parametrize("name", ["search", "comb", "agent", "chain", "star"])
 def test_pieces_on_larger_trees(name: str, shape: Shape) -> None:
     assert_same_as_reference(packed(TREES[name](0)), shape)
+
+
+class StandIn(CudnnKernel):
+    """cuDNN's kernels on the CPU: its ops by formulas, masked pieces too, and squares of few lengths."""
+
+    def work_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def span(self, length: int) -> int:
+        return -(-length // 7) * 7
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        if tile.visible is not None:
+            return Kernel.forward(self, q, k, v, tile)
+        return super().forward(q, k, v, tile)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if tile.visible is not None:
+            return Kernel.backward(self, grad, q, k, v, out, lse, tile)
+        return super().backward(grad, q, k, v, out, lse, tile)
+
+
+class StandInOps:
+    """The two ops of cuDNN's attention. Its plans are found by q, k and v alone: layouts must follow from shapes."""
+
+    def check(self, *operands: Tensor) -> None:
+        for x in operands:
+            _, heads, length, size = x.shape
+            assert x.stride() == (length * heads * size, size, heads * size, 1)
+            assert size % 8 == 0
+
+    def mask(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+        everything = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        return everything.tril() if causal else everything
+
+    def _scaled_dot_product_cudnn_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: None,
+        with_lse: bool,
+        dropout: float,
+        causal: bool,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, None]:
+        self.check(q, k, v)
+        assert with_lse
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out, lse = tile_forward(q, k, v, self.mask(q, k, causal), scale, 0.0)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.unsqueeze(-1), None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *rest: Any,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        *_, queries, keys, dropout, causal = rest
+        self.check(grad, q, k, v, out)
+        assert (queries, keys, dropout) == (q.shape[2], k.shape[2], 0.0)
+        assert lse.shape == (*q.shape[:3], 1)
+        assert lse.is_contiguous()
+        group, heads = q.shape[1] // k.shape[1], k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        delta, mask = (grad * out).sum(-1), self.mask(q, k, causal)
+        dq, dk, dv = tile_backward(grad, q, k, v, delta, lse[..., 0], mask, scale, 0.0)
+        return dq, dk.unflatten(1, (heads, group)).sum(2), dv.unflatten(1, (heads, group)).sum(2)
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """Pieces run on `StandIn`."""
+    with (
+        mock.patch.object(attention_kernels, "aten", StandInOps()),
+        mock.patch.object(attention_pieces, "choose_kernel", return_value=StandIn()),
+    ):
+        yield
+
+
+@given(
+    case=cases(max_rows=9, max_length=16), shape=shapes, tile=st.sampled_from([1, 2, 5]), known=st.booleans()
+)
+@settings(max_examples=60)
+def test_cudnn_pieces_are_the_reference(case: Case, shape: Shape, tile: int, known: bool) -> None:
+    with every_kind_of_piece(), stand_in():
+        assert_same_as_reference(
+            packed(tree_of(case, shape.window), tile, known), replace(shape, softcap=0.0)
+        )
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(heads=1, group=2, v_size=12, sinks=True)], ids=str)
+@pytest.mark.parametrize("name", ["comb", "agent", "chain", "apart"])
+def test_cudnn_pieces_on_larger_trees(name: str, shape: Shape) -> None:
+    """Few lengths: squares reach into what comes behind them, and behind the last token."""
+    rows = [list(range(first, first + length)) for first, length in ((0, 83), (100, 101), (300, 97))]
+    tree = RolloutTree.from_rows(rows) if name == "apart" else TREES[name](0)
+    with stand_in():
+        assert_same_as_reference(packed(tree), shape)
+
+
+def test_cudnn_lengths_are_few() -> None:
+    kernel = CudnnKernel()
+    spans = [kernel.span(length) for length in range(1, 40_000)]
+    assert all(
+        length <= span <= max(length * 17 / 16, 64 * -(-length // 64)) for length, span in enumerate(spans, 1)
+    )
+    assert len({span for span in spans if 8192 < span <= 16384}) == 16
+    assert spans == sorted(spans)
+    assert kernel.sizes(60, 192) == (64, 192)
 
 
 def test_columns_that_do_not_grow() -> None:

@@ -1,7 +1,7 @@
 """Vendor attention kernels behind one signature: a tile's output with its log-sum-exp, and its backward.
 
-Layout: q [B, H, Q, D], k and v [B, H or 1, K, D]; the kernels take strides, so heads that share K/V cost no
-copy. D is equal for q, k and v: callers pad.
+Layout: q [B, H, Q, Dqk], k [B, H or 1, K, Dqk], v [B, H or 1, K, Dv]; the kernels take strides, so heads that share
+K/V cost no copy. Callers pad head sizes to `Kernel.sizes`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,20 @@ class Tile:
 class Kernel:
     """Formulas in PyTorch, logits materialised: fp64 on CUDA, softcap anywhere. The base of the others."""
 
-    # Whether pieces must be cut to bound the logits, and what the head size must be a multiple of.
+    # Whether pieces must be cut to bound the logits, and what head sizes must be a multiple of.
     bounded = True
     alignment = 1
+    # Whether query heads that share a K/V head are better rows of one head, where the mask allows it.
+    folds = True
+
+    def sizes(self, qk_size: int, v_size: int) -> tuple[int, int]:
+        """Return the head sizes that the kernel wants for q and k, and for v."""
+        size = -(-max(qk_size, v_size) // self.alignment) * self.alignment
+        return size, size
+
+    def span(self, length: int) -> int:
+        """Return how many rows a causal square of `length` rows is run with."""
+        return length
 
     def work_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which the kernel wants its inputs."""
@@ -163,18 +174,77 @@ class CudaKernel(Kernel):
         return bias.expand(q.shape[0], q.shape[1], -1, -1)
 
 
+class CudnnKernel(CudaKernel):
+    """cuDNN's kernels for whole pieces in half precision; masked pieces as `CudaKernel`.
+
+    cuDNN makes an execution plan for every new shape and layout, which takes thousands of times longer than running it,
+    and PyTorch finds it again by the sizes and strides of q, k and v alone (torch 2.11; by all operands' from 2.13 on).
+    So every operand goes in with the heads of a token side by side: then strides follow from the number of heads and
+    their size, whatever the packed row's length. Causal squares are run with one of 16 lengths an octave.
+    """
+
+    folds = False
+
+    def sizes(self, qk_size: int, v_size: int) -> tuple[int, int]:
+        aligned = (-(-size // self.alignment) * self.alignment for size in (qk_size, v_size))
+        return next(aligned), next(aligned)
+
+    def span(self, length: int) -> int:
+        step = 1 << max((length - 1).bit_length() - 5, 6)
+        return -(-length // step) * step
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        if tile.visible is not None:
+            return super().forward(q, k, v, tile)
+        found = aten._scaled_dot_product_cudnn_attention(
+            _by_token(q), _by_token(k), _by_token(v), None, True, 0.0, tile.causal, scale=tile.scale
+        )
+        return found[0][0].unflatten(0, q.shape[:2]), found[1].view(q.shape[:3])
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if tile.visible is not None:
+            return super().backward(grad, q, k, v, out, lse, tile)
+        # Without dropout the random state is not read. Cumulative lengths would mean the ragged form.
+        state = torch.empty((), dtype=torch.int64, device=q.device)
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            _by_token(grad), _by_token(q), _by_token(k), _by_token(v), _by_token(out),
+            lse.contiguous().view(1, -1, q.shape[2], 1), state, state, None, None, None, q.shape[2], k.shape[2],
+            0.0, tile.causal, scale=tile.scale,
+        )  # fmt: skip
+        dq, dk, dv = (grad[0].unflatten(0, x.shape[:2]) for grad, x in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[B, H, L, D] as [1, B * H, L, D], the heads of a token side by side: a view where they are so already."""
+    heads, length, size = x.shape[0] * x.shape[1], *x.shape[2:]
+    rows = x.flatten(0, 1).transpose(0, 1).contiguous()
+    # Not a transposition: the stride of a dim of size 1 would be anything.
+    return rows.as_strided((1, heads, length, size), (length * heads * size, size, heads * size, 1))
+
+
 _MATH, _CPU, _CPU_LOW, _CUDA = Kernel(), CpuKernel(False), CpuKernel(True), CudaKernel()
+_CUDNN = CudnnKernel()
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype, softcap: float) -> Kernel:
-    """Return the kernel for pieces on a device: the vendor's where it has the formula, else PyTorch's."""
+def choose_kernel(device: torch.device, dtype: torch.dtype, softcap: float, vendor: str = "") -> Kernel:
+    """Return the kernel for pieces on a device: the vendor's where it has the formula, else PyTorch's.
+
+    Args:
+        device: of the inputs.
+        dtype: of the inputs.
+        softcap: 0 for none.
+        vendor: "cudnn" for cuDNN on CUDA, in half precision; the router says whether it takes the inputs.
+    """
     if softcap > 0:
         return _MATH
     if device.type == "cpu":
         half = dtype in (torch.float16, torch.bfloat16)
         return _CPU_LOW if half and _has_matrix_units() else _CPU
     if device.type == "cuda" and dtype != torch.float64:
-        return _CUDA
+        return _CUDNN if vendor == "cudnn" else _CUDA
     return _MATH
 
 

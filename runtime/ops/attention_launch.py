@@ -117,6 +117,16 @@ class Launch:
         return len(self.rectangles) == 1 and not self.batches and self.rectangles[0].kind == CAUSAL
 
     @property
+    def disjoint(self) -> bool:
+        """Whether no token takes part in two calls: squares beside each other, nothing to merge or to add up."""
+        return not self.batches and all((r.q_start, r.q_end) == (r.k_start, r.k_end) for r in self.rectangles)
+
+    @property
+    def squares(self) -> tuple[Rectangle, ...]:
+        """The causal squares."""
+        return tuple(r for r in self.rectangles if r.kind == CAUSAL)
+
+    @property
     def calls(self) -> int:
         """Number of attention kernel calls."""
         return len(self.rectangles) + len(self.batches)

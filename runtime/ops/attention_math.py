@@ -11,6 +11,8 @@ from torch import Tensor
 __all__ = ["tile_backward", "tile_forward", "tree_attention_reference", "visible_pairs"]
 
 NEG_INF = float("-inf")
+# The log-sum-exp of a row that weighs nothing, in a backward pass: exp(s - lse) is 0 and never NaN.
+BLIND = 1e30
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -186,8 +188,8 @@ def tile_backward(
 
 
 def finite_lse(lse: Tensor) -> Tensor:
-    """Replace -inf (a row without keys) by a huge value, so that exp(s - lse) is 0 and never NaN."""
-    return lse.masked_fill(lse == NEG_INF, 1e30)
+    """Replace -inf (a row without keys) by `BLIND`."""
+    return lse.masked_fill(lse == NEG_INF, BLIND)
 
 
 def _tile_logits(q: Tensor, k: Tensor, visible: Tensor | None, scale: float, softcap: float) -> Tensor:

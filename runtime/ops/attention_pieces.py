@@ -1,16 +1,18 @@
 """Tree attention by pieces: vendor kernels on contiguous slices, merged by log-sum-exp.
 
 Layout: query heads that share a K/V head are folded into rows, ``[Hkv, N * G, D]`` with row ``n * G + head``,
-so that any token range is a contiguous slice for all heads and K/V are never repeated.
+so that any token range is a contiguous slice for all heads and K/V are never repeated. Squares, and kernels that do
+not fold, take the heads as they are.
 
-Suffixes: H K/V heads, G query heads per K/V head, N packed tokens, R = N * G rows, D head size.
+Suffixes: H K/V heads, G query heads per K/V head, N packed tokens, R = N * G rows, D head size. Where a kernel runs
+squares with more rows than they have, inputs have zeros behind the N tokens.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -19,10 +21,16 @@ from torch.nn.functional import pad
 
 from treecompile.runtime.ops.attention_kernels import Kernel, Tile, choose_kernel
 from treecompile.runtime.ops.attention_launch import Launch, Rectangle, Request, TileBatch, launch_of
-from treecompile.runtime.ops.attention_math import NEG_INF, accumulation_dtype, finite_lse, visible_pairs
-from treecompile.runtime.ops.attention_plan import CAUSAL, TILE
+from treecompile.runtime.ops.attention_math import (
+    BLIND,
+    NEG_INF,
+    accumulation_dtype,
+    finite_lse,
+    visible_pairs,
+)
+from treecompile.runtime.ops.attention_plan import CAUSAL, FULL, TILE
 
-__all__ = ["pieces_backward", "pieces_forward"]
+__all__ = ["pieces_backward", "pieces_forward", "request_for"]
 
 # Most masked pairs of one batch (times query heads where logits are materialised): bounds scratch memory.
 MASK_PAIRS = 1 << 20
@@ -52,13 +60,12 @@ class _BatchIndex:
 
 @dataclass(frozen=True)
 class _Work:
-    """One call: launches, kernel and the inputs in the kernel's dtype, padded to one head size."""
+    """One call: launches, kernel and the inputs in the kernel's dtype, padded to its head sizes and rows."""
 
     launch: Launch
     index: tuple[_BatchIndex, ...]
     kernel: Kernel
     q_HGND: Tensor
-    q_HRD: Tensor
     k_HND: Tensor
     v_HND: Tensor
     subtree_end: Tensor
@@ -71,6 +78,22 @@ class _Work:
     def group(self) -> int:
         """Query heads per K/V head."""
         return self.q_HGND.shape[1]
+
+    @cached_property
+    def q_HRD(self) -> Tensor:
+        """Queries with their heads folded into rows."""
+        return _folded(self.q_HGND)
+
+    def unfolded(self, piece: Rectangle) -> bool:
+        """Whether a piece is run on heads as they are."""
+        return piece.kind == CAUSAL or (piece.kind == FULL and not self.kernel.folds)
+
+    def ranges(self, piece: Rectangle) -> tuple[slice, slice]:
+        """Queries and keys that an unfolded piece is run with: behind a square there may be more than it has."""
+        if piece.kind == FULL:
+            return slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
+        rows = slice(piece.q_start, piece.q_start + self.kernel.span(piece.q_end - piece.q_start))
+        return rows, rows
 
     def whole(self, causal: bool) -> Tile:
         """Mask of a causal square or a full rectangle."""
@@ -110,6 +133,7 @@ def pieces_forward(
     scale: float,
     softcap: float,
     window: int,
+    vendor: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attend over a packed tree by pieces; arguments and results as in `tree_attention_reference`.
 
@@ -125,6 +149,7 @@ def pieces_forward(
         scale: factor on the logits.
         softcap: 0 for none.
         window: in columns, 0 for none.
+        vendor: whose kernel, as for `choose_kernel`.
 
     Returns:
         out [1, Hq, N, Dv] contiguous, in q's dtype; lse fp32 (fp64) [1, Hq, N].
@@ -147,11 +172,12 @@ def pieces_forward(
     """
     if q.numel() == 0 or v.shape[3] == 0:
         return _empty(q, v)
-    work = _work(q, k, v, subtree_end, column, segments_host, pieces, scale, softcap, window)
+    work = _work(q, k, v, subtree_end, column, segments_host, pieces, scale, softcap, window, vendor)
     if work.launch.single:
         out, lse = work.kernel.forward(
             work.q_HGND, work.k_HND.unsqueeze(1), work.v_HND.unsqueeze(1), work.whole(causal=True)
         )
+        out, lse = (x[:, :, : q.shape[2]] for x in (out, lse))
         out, lse = out[..., : v.shape[3]], lse.reshape(q.shape[:3])
     else:
         out_HRD, lse_HR = _attend(work, v.shape[3])
@@ -176,6 +202,12 @@ def _join_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
     return joined.masked_fill(lse == NEG_INF, NEG_INF)
 
 
+def request_for(kernel: Kernel, heads: int, kv_heads: int, window: int) -> Request:
+    """Return how a kernel's pieces are launched, for these numbers of query and of K/V heads."""
+    area = LOGIT_PAIRS // heads if kernel.bounded else MASK_PAIRS * kv_heads // heads
+    return Request(window, kernel.bounded, area)
+
+
 def _work(
     q: Tensor,
     k: Tensor,
@@ -187,27 +219,26 @@ def _work(
     scale: float,
     softcap: float,
     window: int,
+    vendor: str,
 ) -> _Work:
-    kernel = choose_kernel(q.device, q.dtype, softcap)
+    kernel = choose_kernel(q.device, q.dtype, softcap, vendor)
     group = q.shape[1] // k.shape[1]
-    area = LOGIT_PAIRS // q.shape[1] if kernel.bounded else MASK_PAIRS // group
-    request = Request(window, kernel.bounded, area)
+    request = request_for(kernel, q.shape[1], k.shape[1], window)
     launch, index = _prepare(pieces, segments_host, request, group, q.device)
     if launch.tokens != q.shape[2]:
         raise ValueError(f"tree_attention: the plan covers {launch.tokens} tokens, q has {q.shape[2]}")
     dtype = kernel.work_dtype(q.dtype)
-    size = -(-max(q.shape[3], v.shape[3]) // kernel.alignment) * kernel.alignment
+    qk_size, v_size = kernel.sizes(q.shape[3], v.shape[3])
+    rows = max([launch.tokens, *(r.q_start + kernel.span(r.q_end - r.q_start) for r in launch.squares)])
     # Gathers and folded heads want dense tensors; slices alone take strides.
-    dense = bool(launch.batches)
-    q_HGND = _split(_to_size(q, size, dtype, dense)[0], 0, group)
+    dense = bool(launch.batches) and kernel.folds
     return _Work(
         launch,
         index,
         kernel,
-        q_HGND,
-        q_HGND[:, 0] if launch.single or group == 1 else q_HGND.transpose(1, 2).flatten(1, 2),
-        _to_size(k, size, dtype, dense)[0],
-        _to_size(v, size, dtype, dense)[0],
+        _split(_to_size(q, rows, qk_size, dtype, dense)[0], 0, group),
+        _to_size(k, rows, qk_size, dtype, dense)[0],
+        _to_size(v, rows, v_size, dtype, dense)[0],
         subtree_end,
         column,
         scale,
@@ -221,19 +252,29 @@ def _split(x: Tensor, dim: int, size: int) -> Tensor:
     return x.view(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
 
 
-def _to_size(x: Tensor, size: int, dtype: torch.dtype, dense: bool) -> Tensor:
-    """Cast, and pad the last dim with zeros to `size`: no logit and no kept output changes."""
+def _folded(x: Tensor) -> Tensor:
+    """[H, G, N, ...] as [H, N * G, ...]."""
+    return x[:, 0] if x.shape[1] == 1 else x.transpose(1, 2).flatten(1, 2)
+
+
+def _to_size(x: Tensor, rows: int, size: int, dtype: torch.dtype, dense: bool) -> Tensor:
+    """Cast, and pad [1, H, N, D] with zeros to `rows` and `size`: no logit and no kept output changes."""
     x = x.to(dtype)
-    x = pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+    if x.shape[2] < rows or x.shape[3] < size:
+        # The heads of a token stay side by side.
+        x = pad(x.transpose(1, 2), (0, size - x.shape[3], 0, 0, 0, rows - x.shape[2])).transpose(1, 2)
     return x.contiguous() if dense or x.stride(-1) != 1 else x
 
 
 def _attend(work: _Work, size: int) -> tuple[Tensor, Tensor]:
-    """Run every piece: out [H, R, size] and lse [H, R] in the accumulation dtype."""
-    dtype = accumulation_dtype(work.q_HRD.dtype)
-    heads, rows = work.q_HRD.shape[:2]
-    out = torch.empty((heads, rows, size), dtype=dtype, device=work.q_HRD.device)
-    lse = torch.empty((heads, rows), dtype=dtype, device=work.q_HRD.device)
+    """Run every piece: out [H, R, size] and lse [H, R], in the accumulation dtype where anything is merged."""
+    dtype = accumulation_dtype(work.k_HND.dtype)
+    heads, rows = work.k_HND.shape[0], work.launch.tokens * work.group
+    device = work.k_HND.device
+    out = torch.empty(
+        (heads, rows, size), dtype=work.k_HND.dtype if work.launch.disjoint else dtype, device=device
+    )
+    lse = torch.empty((heads, rows), dtype=dtype, device=device)
     batches = list(zip(work.launch.batches, work.index, strict=True))
     for first in (True, False):
         for piece in work.launch.rectangles:
@@ -248,35 +289,34 @@ def _attend(work: _Work, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _piece_forward(work: _Work, piece: Rectangle, out: Tensor, lse: Tensor) -> None:
-    if piece.kind == CAUSAL:
-        _square_forward(work, piece, out, lse)
-        return
     rows = slice(piece.q_start * work.group, piece.q_end * work.group)
-    keys = slice(piece.k_start, piece.k_end)
-    tile, sees = work.sliced(piece) if piece.kind == TILE else (work.whole(causal=False), None)
-    part_out, part_lse = work.kernel.forward(
-        work.q_HRD[:, None, rows], work.k_HND[:, None, keys], work.v_HND[:, None, keys], tile
-    )
-    part_out, part_lse = part_out[:, 0, :, : out.shape[-1]], part_lse[:, 0]
-    if sees is not None:
-        part_lse = part_lse.masked_fill(~sees, NEG_INF)
-    if piece.first:
-        out[:, rows], lse[:, rows] = part_out, part_lse
+    whole_out, whole_lse = out[:, rows], lse[:, rows]
+    if work.unfolded(piece):
+        queries, keys = work.ranges(piece)
+        part_out, part_lse = work.kernel.forward(
+            work.q_HGND[:, :, queries],
+            work.k_HND[:, None, keys],
+            work.v_HND[:, None, keys],
+            work.whole(causal=piece.kind == CAUSAL),
+        )
+        length = piece.q_end - piece.q_start
+        part_out, part_lse = (x[:, :, :length].transpose(1, 2) for x in (part_out, part_lse))
+        whole_out, whole_lse = (_split(x, 1, work.group) for x in (whole_out, whole_lse))
     else:
-        _merge(out[:, rows], lse[:, rows], part_out, part_lse)
-
-
-def _square_forward(work: _Work, square: Rectangle, out: Tensor, lse: Tensor) -> None:
-    low, high = square.q_start, square.q_end
-    part_out, part_lse = work.kernel.forward(
-        work.q_HGND[:, :, low:high],
-        work.k_HND[:, None, low:high],
-        work.v_HND[:, None, low:high],
-        work.whole(causal=True),
-    )
-    low, high = low * work.group, high * work.group
-    _split(out[:, low:high], 1, work.group).copy_(part_out[..., : out.shape[-1]].transpose(1, 2))
-    _split(lse[:, low:high], 1, work.group).copy_(part_lse.transpose(1, 2))
+        keys = slice(piece.k_start, piece.k_end)
+        tile, sees = work.sliced(piece) if piece.kind == TILE else (work.whole(causal=False), None)
+        part_out, part_lse = work.kernel.forward(
+            work.q_HRD[:, None, rows], work.k_HND[:, None, keys], work.v_HND[:, None, keys], tile
+        )
+        part_out, part_lse = part_out[:, 0], part_lse[:, 0]
+        if sees is not None:
+            part_lse = part_lse.masked_fill(~sees, NEG_INF)
+    part_out = part_out[..., : out.shape[-1]]
+    if piece.first:
+        whole_out.copy_(part_out)
+        whole_lse.copy_(part_lse)
+    else:
+        _merge(whole_out, whole_lse, part_out, part_lse)
 
 
 def _batch_forward(work: _Work, batch: TileBatch, index: _BatchIndex, out: Tensor, lse: Tensor) -> None:
@@ -327,12 +367,14 @@ def pieces_backward(
     scale: float,
     softcap: float,
     window: int,
+    vendor: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of `pieces_forward`: each piece's share from the merged output and log-sum-exp.
 
     Args:
         grad: [1, Hq, N, Dv], gradient of out.
-        q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window: as in the forward.
+        q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window, vendor: as in the
+            forward; its output may come from another kernel.
         out: [1, Hq, N, Dv], merged output.
         lse: fp32 (fp64) [1, Hq, N], merged log-sum-exp, sinks included.
 
@@ -346,7 +388,7 @@ def pieces_backward(
     grad_sinks = _sinks_backward(grad, out, lse, sinks)
     if q.numel() == 0 or v.shape[3] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), grad_sinks
-    work = _work(q, k, v, subtree_end, column, segments_host, pieces, scale, softcap, window)
+    work = _work(q, k, v, subtree_end, column, segments_host, pieces, scale, softcap, window, vendor)
     dq_HRD, dk, dv = _Backward(work, grad, out, lse).run()
     dq = dq_HRD if work.launch.single else _split(dq_HRD, 1, work.group).transpose(1, 2)
     dq = dq[..., : q.shape[3]].reshape(q.shape)
@@ -371,11 +413,11 @@ class _Backward:
     """Accumulators and per-piece steps of one backward call."""
 
     def __init__(self, work: _Work, grad: Tensor, out: Tensor, lse: Tensor) -> None:
-        _, group, _, size = work.q_HGND.shape
-        dtype, dense = work.q_HGND.dtype, bool(work.launch.batches)
+        group, rows, size = work.group, work.v_HND.shape[1], work.v_HND.shape[2]
+        dtype, dense = work.q_HGND.dtype, bool(work.launch.batches) and work.kernel.folds
         self.work = work
-        self.grad_HGND = _split(_to_size(grad, size, dtype, dense)[0], 0, group)
-        self.out_HGND = _split(_to_size(out, size, dtype, dense)[0], 0, group)
+        self.grad_HGND = _split(_to_size(grad, rows, size, dtype, dense)[0], 0, group)
+        self.out_HGND = _split(_to_size(out, rows, size, dtype, dense)[0], 0, group)
         self.lse_HGN = _split(finite_lse(lse)[0], 0, group)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -383,44 +425,68 @@ class _Backward:
         work = self.work
         if work.launch.single:
             return self._single()
-        self.grad_HRD, self.out_HRD, self.lse_HR = (
-            x.transpose(1, 2).flatten(1, 2) for x in (self.grad_HGND, self.out_HGND, self.lse_HGN)
-        )
-        dtype = accumulation_dtype(work.q_HRD.dtype)
-        self.dq = torch.zeros_like(work.q_HRD, dtype=dtype, memory_format=torch.contiguous_format)
-        self.dk = torch.zeros_like(work.k_HND, dtype=dtype, memory_format=torch.contiguous_format)
-        self.dv = torch.zeros_like(self.dk)
+        dtype = accumulation_dtype(work.k_HND.dtype)
+        (heads, _, size), rows = work.k_HND.shape, work.launch.tokens
+        make = torch.zeros
+        if work.launch.disjoint:
+            dtype, make = work.k_HND.dtype, torch.empty
+        device = work.k_HND.device
+        self.dq = make((heads, rows * work.group, size), dtype=dtype, device=device)
+        self.dk = make((heads, rows, size), dtype=dtype, device=device)
+        self.dv = make((heads, rows, work.v_HND.shape[2]), dtype=dtype, device=device)
         for piece in work.launch.rectangles:
-            if piece.kind == CAUSAL:
-                self._square(piece)
+            if work.unfolded(piece):
+                self._unfolded(piece)
             else:
-                self._rectangle(piece)
+                self._folded(piece)
         for index in work.index:
             self._batch(index)
         return self.dq, self.dk, self.dv
 
+    @cached_property
+    def grad_HRD(self) -> Tensor:
+        """The gradient with its heads folded into rows."""
+        return _folded(self.grad_HGND)
+
+    @cached_property
+    def out_HRD(self) -> Tensor:
+        """The output with its heads folded into rows."""
+        return _folded(self.out_HGND)
+
+    @cached_property
+    def lse_HR(self) -> Tensor:
+        """The log-sum-exp with its heads folded into rows."""
+        return _folded(self.lse_HGN)
+
+    def _lse(self, low: int, high: int, rows: int) -> Tensor:
+        """Log-sum-exps of tokens [low, high), and of rows that weigh nothing behind them."""
+        lse = self.lse_HGN[:, :, low:high]
+        return pad(lse, (0, rows - (high - low)), value=BLIND) if rows > high - low else lse
+
     def _single(self) -> tuple[Tensor, Tensor, Tensor]:
-        work = self.work
+        work, tokens = self.work, self.work.launch.tokens
         dq, dk, dv = work.kernel.backward(
             self.grad_HGND, work.q_HGND, work.k_HND[:, None], work.v_HND[:, None], self.out_HGND,
-            self.lse_HGN, work.whole(causal=True),
+            self._lse(0, tokens, work.q_HGND.shape[2]), work.whole(causal=True),
         )  # fmt: skip
-        return dq, dk[:, 0], dv[:, 0]
+        return dq[:, :, :tokens], dk[:, 0, :tokens], dv[:, 0, :tokens]
 
-    def _square(self, square: Rectangle) -> None:
-        work, rows = self.work, slice(square.q_start, square.q_end)
+    def _unfolded(self, piece: Rectangle) -> None:
+        work, (queries, keys) = self.work, self.work.ranges(piece)
         dq, dk, dv = work.kernel.backward(
-            self.grad_HGND[:, :, rows], work.q_HGND[:, :, rows], work.k_HND[:, None, rows],
-            work.v_HND[:, None, rows], self.out_HGND[:, :, rows], self.lse_HGN[:, :, rows],
-            work.whole(causal=True),
+            self.grad_HGND[:, :, queries], work.q_HGND[:, :, queries], work.k_HND[:, None, keys],
+            work.v_HND[:, None, keys], self.out_HGND[:, :, queries],
+            self._lse(piece.q_start, piece.q_end, queries.stop - queries.start),
+            work.whole(causal=piece.kind == CAUSAL),
         )  # fmt: skip
-        group = work.group
-        part = self.dq[:, square.q_start * group : square.q_end * group]
-        _split(part, 1, group).add_(dq.transpose(1, 2))
-        self.dk[:, rows] += dk[:, 0]
-        self.dv[:, rows] += dv[:, 0]
+        group, length = work.group, piece.q_end - piece.q_start
+        rows = self.dq[:, piece.q_start * group : piece.q_end * group]
+        self._add(_split(rows, 1, group), dq[:, :, :length].transpose(1, 2))
+        length = piece.k_end - piece.k_start
+        self._add(self.dk[:, piece.k_start : piece.k_end], dk[:, 0, :length])
+        self._add(self.dv[:, piece.k_start : piece.k_end], dv[:, 0, :length])
 
-    def _rectangle(self, rectangle: Rectangle) -> None:
+    def _folded(self, rectangle: Rectangle) -> None:
         work = self.work
         rows = slice(rectangle.q_start * work.group, rectangle.q_end * work.group)
         keys = slice(rectangle.k_start, rectangle.k_end)
@@ -429,9 +495,15 @@ class _Backward:
             self.grad_HRD[:, None, rows], work.q_HRD[:, None, rows], work.k_HND[:, None, keys],
             work.v_HND[:, None, keys], self.out_HRD[:, None, rows], self.lse_HR[:, None, rows], tile,
         )  # fmt: skip
-        self.dq[:, rows] += dq[:, 0]
-        self.dk[:, keys] += dk[:, 0]
-        self.dv[:, keys] += dv[:, 0]
+        self._add(self.dq[:, rows], dq[:, 0])
+        self._add(self.dk[:, keys], dk[:, 0])
+        self._add(self.dv[:, keys], dv[:, 0])
+
+    def _add(self, total: Tensor, part: Tensor) -> None:
+        if self.work.launch.disjoint:
+            total.copy_(part)
+        else:
+            total.add_(part)
 
     def _batch(self, index: _BatchIndex) -> None:
         work, keys = self.work, index.k_tokens.flatten()
