@@ -866,14 +866,31 @@ def test_gradients_only_where_needed() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "executor"),
+    [
+        (torch.bfloat16, "pieces"),
+        (torch.bfloat16, "pieces-cudnn"),
+        (torch.bfloat16, "pieces-flash"),
+        (torch.float16, "pieces-cudnn"),
+        (torch.float16, "pieces-flash"),
+        (torch.float32, "pieces"),
+        (torch.float64, "pieces"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["agent", "search", "comb", "chain"])
-def test_cuda_pieces(name: str, dtype: torch.dtype, shape: Shape) -> None:
+def test_cuda_pieces(name: str, dtype: torch.dtype, executor: str, shape: Shape) -> None:
     """Against the fp64 reference; half precision may lose two roundings of its dtype."""
     tensors = packed(TREES[name](0)).to("cuda")
+    if executor != "pieces" and shape.softcap:
+        pytest.skip("vendors' kernels have no softcap")
+    device = attention_router.device_of(torch.device("cuda"))
+    if executor == "pieces-cudnn" and (device.cudnn_missing or device.capability < (9, 0)):
+        pytest.skip("cuDNN's attention does not run here")
     q, k, v, sinks = shape.inputs(tensors.tokens, dtype, device="cuda")
     grad = torch.randn(1, shape.heads * shape.group, tensors.tokens, shape.v_size).to("cuda", dtype)
-    with attention_router.force("pieces", "pieces"):
+    with attention_router.force(executor, executor):
         found = gradients(by_pieces(tensors, shape), (q, k, v, sinks), grad)
     double = tuple(None if x is None else x.double() for x in (q, k, v, sinks))
     exact = gradients(by_reference(tensors, shape), double, grad)

@@ -360,43 +360,6 @@ def by_op(tensors: Packed, shape: Shape, executor: str) -> Callable[..., tuple[T
     return run
 
 
-# -- the router --
-
-
-def test_routes() -> None:
-    q = torch.zeros(1, 2, 3, 8)
-    found = attention_router.route("forward", q, q, 1.0)
-    assert (found.executor, list(found.why_not)) == ("pieces", ["triton"])
-    assert attention_router.last_route("forward") == found
-    with attention_router.force(backward="triton"):
-        assert attention_router.route("forward", q, q, 1.0).executor == "pieces"
-        with pytest.raises(ValueError, match="not on a CUDA device"):
-            attention_router.route("backward", q, q, 1.0)
-    with attention_router.force(forward="pieces"):
-        assert "asked" in attention_router.route("forward", q, q, 1.0).why_not["triton"]
-    assert attention_router.route("backward", q, q, 1.0).executor == "pieces"
-
-
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.zeros(1, 2, 3, 8)
-    monkeypatch.setenv(attention_router.VARIABLE, "pieces, flash")
-    assert attention_router.route("forward", q, q, 1.0).executor == "pieces"
-    with pytest.raises(ValueError, match="no executor 'flash'"):
-        attention_router.route("backward", q, q, 1.0)
-
-
-def test_why_not_by_input() -> None:
-    class Cuda:
-        is_cuda, dtype, shape = True, torch.bfloat16, (1, 1, 1, 300)
-
-    q: Any = Cuda()
-    assert "300" in attention_router.why_not_triton(q, q, 1.0)
-    q.dtype = torch.float32
-    assert "float32" in attention_router.why_not_triton(q, q, 1.0)
-    q.dtype, q.shape = torch.float16, (1, 1, 1, 64)
-    assert "scale" in attention_router.why_not_triton(q, q, -1.0)
-
-
 def test_every_head_size_has_tiles() -> None:
     for qk_size, v_size in ((1, 1), (64, 64), (96, 96), (128, 64), (192, 128), (64, 256), (256, 256)):
         assert choice_for(qk_size, v_size).forward.keys in (64, 128)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treecompile.runtime.ops.attention_math import accumulation_dtype
 from treecompile.runtime.ops.attention_pieces import pieces_backward, pieces_forward
-from treecompile.runtime.ops.attention_router import route
+from treecompile.runtime.ops.attention_router import device_of, problem_of, route
 from treecompile.runtime.ops.attention_triton import triton_backward, triton_forward
 from treecompile.runtime.ops.registry import define, register_autocast
 
@@ -81,11 +81,15 @@ def _forward(
         specification. Under autocast q, k and v are cast to the ambient dtype, as for PyTorch's attention.
     """
     _check(q, k, v)
-    if route("forward", q, v, scale).executor == "triton":
+    problem = problem_of(q, k, v, scale, softcap, window)
+    found = route("forward", problem, device_of(q.device), segments_host, pieces)
+    if found.executor == "triton":
         return triton_forward(
             q, k, v, subtree_end, column, segments, segments_host, pieces, sinks, scale, softcap, window
         )
-    return pieces_forward(q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window)
+    return pieces_forward(
+        q, k, v, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window, found.vendor
+    )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -124,14 +128,17 @@ def _backward(
 
     See `triton_backward` and `pieces_backward`: either takes what either forward gave.
     """
-    if route("backward", q, v, scale).executor == "triton":
+    problem = problem_of(q, k, v, scale, softcap, window)
+    found = route("backward", problem, device_of(q.device), segments_host, pieces)
+    if found.executor == "triton":
         return triton_backward(
             grad, q, k, v, out, lse,
             subtree_end, column, segments, segments_host, pieces, sinks, scale, softcap, window,
         )  # fmt: skip
     return pieces_backward(
-        grad, q, k, v, out, lse, subtree_end, column, segments_host, pieces, sinks, scale, softcap, window
-    )
+        grad, q, k, v, out, lse,
+        subtree_end, column, segments_host, pieces, sinks, scale, softcap, window, found.vendor,
+    )  # fmt: skip
 
 
 def _backward_fake(

@@ -278,10 +278,13 @@ def count_pieces(segments: npt.ArrayLike, pieces: npt.ArrayLike) -> PieceCount:
     causal, full, tile = (kind == k for k in (CAUSAL, FULL, TILE))
     half = (queries * (queries + 1) // 2)[causal].sum()
     computed = half + (queries * keys)[full | tile].sum()
-    return PieceCount(int(causal.sum()), int(full.sum()), int(tile.sum()), int(computed), _useful(segments))
+    return PieceCount(
+        int(causal.sum()), int(full.sum()), int(tile.sum()), int(computed), useful_pairs(segments)
+    )
 
 
-def _useful(segments: npt.ArrayLike) -> int:
+def useful_pairs(segments: npt.ArrayLike) -> int:
+    """Return how many pairs of a tree attend, from its segment table [S, 4]. O(S)."""
     table = np.asarray(segments, np.int64).reshape(-1, 4)
     depth = segment_depths(table)
     length = table[:, 1] - table[:, 0]

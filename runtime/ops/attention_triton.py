@@ -21,6 +21,7 @@ from treecompile.runtime.ops.attention_lists import (
     query_lists,
     tree_tables,
 )
+from treecompile.runtime.ops.attention_math import BLIND
 
 __all__ = ["Choice", "Tiles", "choice_for", "triton_backward", "triton_forward"]
 
@@ -99,7 +100,7 @@ def choice_for(qk_size: int, v_size: int, shared_memory: int = _LARGE) -> Choice
         >>> choice_for(96, 64).forward.keys
         128
     """
-    need = _padded(qk_size), _padded(v_size)
+    need = padded_size(qk_size), padded_size(v_size)
     if shared_memory < _LARGE:
         return _MODEST
     return next(_CHOICES[size] for size in sorted(_CHOICES) if size[0] >= need[0] and size[1] >= need[1])
@@ -127,8 +128,8 @@ class Call:
         return self.q.shape[2]
 
     def heads(self, rows: int) -> int:
-        """Query heads that share a tile: the largest power of two in the group that leaves 16 tokens."""
-        return min(self.group & -self.group, max(1, rows // 16))
+        """Query heads that share a tile."""
+        return shared_heads(self.group, rows)
 
     def logits(self) -> tuple[float, float]:
         """`scale` and `cap` as the kernels take them."""
@@ -158,9 +159,9 @@ class Call:
             "TOKENS": tiles.rows // heads,
             "KEYS": tiles.keys,
             "QK": self.q.shape[3],
-            "QK_PAD": _padded(self.q.shape[3]),
+            "QK_PAD": padded_size(self.q.shape[3]),
             "V": self.v.shape[3],
-            "V_PAD": _padded(self.v.shape[3]),
+            "V_PAD": padded_size(self.v.shape[3]),
             "SOFTCAP": self.softcap > 0,
             "WINDOW": self.window > 0,
             "TMA": all(_has_descriptor(x) for x in more),
@@ -178,8 +179,14 @@ def _shared_memory(device: torch.device) -> int:
     return found
 
 
-def _padded(size: int) -> int:
+def padded_size(size: int) -> int:
+    """The head size that the kernels compute with."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def shared_heads(group: int, rows: int) -> int:
+    """Query heads that share a tile of `rows`: the largest power of two in the group that leaves 16 tokens."""
+    return min(group & -group, max(1, rows // 16))
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -206,7 +213,7 @@ def _descriptor(x: Tensor, rows: int, tma: bool) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, strides = list(x.shape[1:]), [x.stride(1), x.stride(2), 1]
-    return TensorDescriptor(x, shape, strides, [1, rows, _padded(x.shape[3])])
+    return TensorDescriptor(x, shape, strides, [1, rows, padded_size(x.shape[3])])
 
 
 def prepare(
@@ -344,7 +351,7 @@ def triton_backward(
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     delta_kernel[(-(-call.tokens // DELTA_ROWS), q.shape[1])](
         grad, out, lse, delta, lse2, call.tokens, grad.stride(1), grad.stride(2),
-        V=v.shape[3], V_PAD=_padded(v.shape[3]), ROWS=DELTA_ROWS,
+        V=v.shape[3], V_PAD=padded_size(v.shape[3]), ROWS=DELTA_ROWS,
     )  # fmt: skip
     if tiles is None:
         choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q.device))
@@ -393,7 +400,7 @@ def key_gradients(
         for parts, total in ((part_dk, dk), (part_dv, dv)):
             share_sum_kernel[(lists.split.shape[0], heads)](
                 parts, total, lists.split, call.tokens,
-                KEYS=tiles.keys, SIZE=total.shape[3], PAD=_padded(total.shape[3]),
+                KEYS=tiles.keys, SIZE=total.shape[3], PAD=padded_size(total.shape[3]),
             )  # fmt: skip
 
 
@@ -402,5 +409,5 @@ def _sinks_grad(delta: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return delta.new_empty((0,))
     blind = lse == float("-inf")
-    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(blind, 1e30))
+    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(blind, BLIND))
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
