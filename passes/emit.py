@@ -11,6 +11,8 @@ The packed graph refers to N only through its tensor inputs, so that one compila
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +24,14 @@ from torch import fx
 
 import treecompile.runtime.ops  # noqa: F401  (registers treecompile::*)
 from treecompile.passes.axes import Dim, Dims, resolve
-from treecompile.passes.heads import Head
+from treecompile.passes.heads import Head, modes
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.lower import REGION, region_of
 from treecompile.passes.ops.reductions import reduced
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.reasons import Refusal, reason_at
 from treecompile.passes.rule import lookup, value_of
-from treecompile.passes.sites import AttentionSite
+from treecompile.passes.sites import AttentionCall, AttentionSite
 from treecompile.passes.values import Kind
 from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.losses import label_index, weighted_reduction
@@ -64,6 +66,7 @@ class Emitter:
     inputs: list[Input] = field(default_factory=list)
     env: dict[fx.Node, Any] = field(default_factory=dict)
     emitted: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    attentions: list[AttentionCall] = field(default_factory=list)
     _inputs: dict[Input, fx.Node] = field(default_factory=dict)
     _now: fx.Node | None = None
     _fused: dict[Head, fx.Node] = field(default_factory=dict)
@@ -444,6 +447,7 @@ class Emitter:
         sinks = self.get(site.sinks) if site.sinks is not None else None
         tree = tuple(self.tree(name) for name in TREE_FIELDS)
         args = (q, k, v, *tree, sinks, float(scale), float(site.softcap), int(site.spec.window))
+        self.attentions.append(self._attention_call(node, site, float(scale)))
         pair = self.call(ops.tree_attention.default, args, node)
         out = self.call(operator.getitem, (pair, 0), node)
         want = value_of(node)
@@ -454,6 +458,21 @@ class Emitter:
                 node,
             )
         return out
+
+    def _attention_call(self, node: fx.Node, site: AttentionSite, scale: float) -> AttentionCall:
+        heads, kv_heads = (
+            math.prod(int(self.size(dim, node)) for dim in self.dims(x)[:-2]) for x in (site.q, site.k)
+        )
+        q, v = value_of(site.q), value_of(site.v)
+        return AttentionCall(
+            heads, kv_heads, int(q.shape[-1]), int(v.shape[-1]), q.dtype,
+            self._autocast[node].get(q.device.type), scale, float(site.softcap), int(site.spec.window),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _autocast(self) -> dict[fx.Node, dict[str, Any]]:
+        """The autocasts that the captured graph has entered at its nodes; see `modes`."""
+        return {node: autocast for node, _, autocast in modes(self.source)}
 
     def _sizes_of(self, dims: Dims, node: fx.Node) -> list[Any]:
         return [self.size(dim, node) for dim in dims]

@@ -24,7 +24,7 @@ from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.rule import value_of
 from treecompile.passes.values import Kind
 
-__all__ = ["CHUNK_BYTES", "Head", "find_heads"]
+__all__ = ["CHUNK_BYTES", "Head", "find_heads", "modes"]
 
 aten = torch.ops.aten
 
@@ -114,7 +114,7 @@ class _Finder:
                 stack.extend(node.all_input_nodes)
         self._grad_modes: dict[fx.Node, Any] = {}
         self._autocast: dict[fx.Node, dict[str, Any]] = {}
-        for node, grad, autocast in _modes(kinds.graph):
+        for node, grad, autocast in modes(kinds.graph):
             self._grad_modes[node], self._autocast[node] = grad, autocast
 
     # ---- dtypes ---------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def _cast(dtype: torch.dtype) -> str:
     return "to:" + str(dtype).removeprefix("torch.")
 
 
-def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, dict[str, Any]]]:
+def modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, dict[str, Any]]]:
     """Each node; whether gradients are recorded there, None until the graph says; and by device the dtype of an
     autocast that the graph has entered, False where it has switched autocast off.
     """

@@ -27,6 +27,7 @@ from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, re
 from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import ARGUMENT, source_text
 from treecompile.passes.rule import Facts, Infer, lookup, outputs_of, value_of
+from treecompile.passes.sites import AttentionCall
 from treecompile.passes.values import Kind
 from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.losses import nll_from_log_probs
@@ -48,6 +49,7 @@ class Draft:
         rewrites: what was rewritten.
         exits: where values leave the packed graph, and why.
         steps: the steps of the pipeline, timed.
+        attentions: the attentions of the packed graph.
     """
 
     lowered: fx.GraphModule
@@ -63,6 +65,7 @@ class Draft:
     rewrites: list[Rewrite] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    attentions: list[AttentionCall] = field(default_factory=list)
 
     @property
     def counts(self) -> Counter[str]:
@@ -187,7 +190,7 @@ def _assemble(
     frontier = tuple(_frontier(kinds, node) for node in cut.frontier)
     return Draft(
         lowered, packed, inputs, packs, constants, keys, tuple(key_nodes), tree, tail, frontier,
-        rewritten, exits(kinds, cut.frontier, cut.seen), clock.steps,
+        rewritten, exits(kinds, cut.frontier, cut.seen), clock.steps, emitter.attentions,
     )  # fmt: skip
 
 

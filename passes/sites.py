@@ -19,7 +19,7 @@ from treecompile.runtime.program import WHOLE
 if TYPE_CHECKING:
     from treecompile.passes.kinds import Kinds
 
-__all__ = ["AttentionSite", "Attentions"]
+__all__ = ["AttentionCall", "AttentionSite", "Attentions"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,30 @@ class AttentionSite:
     softcap: float = 0.0
     sinks: fx.Node | None = None
     transposed_k: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a tree attention of the packed graph is called with, but for the tree.
+
+    Attributes:
+        heads, kv_heads: numbers of query and of K/V heads.
+        qk_size, v_size: head sizes.
+        dtype: of its operands, as the graph computes them.
+        autocast: dtype of the autocast that the graph runs it under, False where the graph switches autocast off, None
+            where it says nothing.
+        scale, softcap, window: as for the op.
+    """
+
+    heads: int
+    kv_heads: int
+    qk_size: int
+    v_size: int
+    dtype: torch.dtype
+    autocast: torch.dtype | bool | None
+    scale: float
+    softcap: float
+    window: int
 
 
 class Attentions:

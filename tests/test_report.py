@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.golden import assert_golden
 from treecompile.backend import tree as tree_backend
 from treecompile.graph_text import graph_text
 from treecompile.report import STAGES, Report
+from treecompile.runtime.ops.attention_router import Route
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -135,12 +137,47 @@ def test_values_that_leave_the_packed_graph_say_why() -> None:
     assert "because\n  aten.flip.default mixes positions along the sequence axis" in text
 
 
+def test_the_report_names_who_computes_attentions() -> None:
+    ids, _ = rollouts()
+    (found,) = treecompile.explain(Toy(), ids).graphs[0].routes
+    assert (found.count, found.problem.heads, found.problem.qk_size) == (1, 2, 8)
+    assert found.problem.dtype == torch.float32
+    for route in (found.forward, found.backward):
+        assert route.executor == "pieces"
+        assert route.why_not["triton"] == "not on a CUDA device"
+    with torch.autocast("cpu", torch.bfloat16):
+        (ambient,) = treecompile.explain(Toy(), ids).graphs[0].routes
+    assert ambient.problem.dtype == torch.bfloat16
+    apart = replace(found, count=3, backward=Route("triton", {"pieces-cudnn": "why", "pieces-flash": "why"}))
+    assert str(apart).splitlines() == [
+        "tree_attention of 2 heads over 2, size 8, f32   x3",
+        "  forward by pieces",
+        "    not triton, pieces-cudnn, pieces-flash: not on a CUDA device",
+        "  backward by triton",
+        "    not pieces-cudnn, pieces-flash: why",
+    ]
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return x + y.transpose(1, 2).flatten(-2)
+
+
+def test_autocast_inside_the_model_decides_who_computes_attentions() -> None:
+    ids, _ = rollouts()
+    routes = treecompile.explain(Toy(inside=in_autocast), ids).graphs[0].routes
+    assert [found.problem.dtype for found in routes] == [torch.bfloat16, torch.float32]
+
+
 def test_a_batch_that_shares_too_little_says_so() -> None:
     ids = torch.arange(4)[:, None] + torch.arange(6)
     report = treecompile.explain(Toy(), ids)
     assert report.supported
     assert "this batch runs dense: it shares too little" in str(report)
     assert report.graphs[0].dense == "min_sharing"
+    assert report.graphs[0].routes == ()
     assert "runs dense" not in str(treecompile.explain(Toy(), ids, options={"min_sharing": 0}))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from treecompile import backend, lowering, settings
+from treecompile.executors import attention_routes
 from treecompile.leaves import scope
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
@@ -117,7 +118,8 @@ def _captured(gm: fx.GraphModule, inputs: Sequence[Any], *, probe: _Probe) -> Ca
         if probe.graphs[number].batch is None:
             with torch.no_grad():
                 batch, dense = _planned(gm, draft, args, probe)
-            probe.graphs[number] = GraphReport(gm, draft, None, batch, dense, _break(gm))
+            routes = attention_routes(draft.attentions, batch) if batch is not None and not dense else ()
+            probe.graphs[number] = GraphReport(gm, draft, None, batch, dense, _break(gm), routes)
         return plain(*args)
 
     return run

@@ -14,6 +14,7 @@ import numpy as np
 from torch import fx
 
 from treecompile import draw
+from treecompile.executors import AttentionRoutes
 from treecompile.graph_text import Argument, Names, graph_text
 from treecompile.options import Options
 from treecompile.passes.notes import Exit, Rewrite, region_text
@@ -61,6 +62,7 @@ class GraphReport:
         batch: the tree of the batch, if there is one.
         dense: why this batch would run dense although the graph is packed; "" if it would not.
         ended_by: the graph break after it.
+        routes: who computes its attentions, and why not others; empty where the batch has no tree or runs dense.
     """
 
     captured: fx.GraphModule
@@ -69,6 +71,7 @@ class GraphReport:
     batch: PackedBatch | None = None
     dense: str = ""
     ended_by: Break | None = None
+    routes: tuple[AttentionRoutes, ...] = ()
     _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -380,6 +383,7 @@ def _blocks(graph: GraphReport) -> list[str]:
     blocks = []
     if graph.draft is not None:
         blocks += _rewrite_blocks(graph.draft.rewrites)
+        blocks += map(str, graph.routes)
         blocks += _exit_blocks(graph.draft.exits)
     if graph.reason is not None:
         blocks.append(f"runs dense: {graph.reason}")
