@@ -177,10 +177,10 @@ class CudaKernel(Kernel):
 class CudnnKernel(CudaKernel):
     """cuDNN's kernels for whole pieces in half precision; masked pieces as `CudaKernel`.
 
-    cuDNN makes an execution plan for every new shape and layout, which takes thousands of times longer than running it,
-    and PyTorch finds it again by the sizes and strides of q, k and v alone (torch 2.11; by all operands' from 2.13 on).
-    So every operand goes in with the heads of a token side by side: then strides follow from the number of heads and
-    their size, whatever the packed row's length. Causal squares are run with one of 16 lengths an octave.
+    cuDNN makes an execution plan for every new shape and layout, which takes far longer than a call, and PyTorch finds
+    it again by the sizes and strides of q, k and v alone (torch 2.11; later versions look at all operands). So every
+    operand goes in with the heads of a token side by side: then strides follow from the number of heads and their
+    size, whatever the packed row's length. Causal squares are run with one of 16 lengths an octave.
     """
 
     folds = False
