@@ -35,7 +35,13 @@ from tests.test_attention import (
 from treecompile.runtime.ops import attention_lists, attention_router, plan_pieces, tree_attention
 from treecompile.runtime.ops.attention_lists import TreeTables, key_lists, query_lists, tree_tables
 from treecompile.runtime.ops.attention_math import visible_pairs
-from treecompile.runtime.ops.attention_triton import Tiles, choice_for, triton_backward, triton_forward
+from treecompile.runtime.ops.attention_triton import (
+    Tiles,
+    choice_for,
+    column_blocks,
+    triton_backward,
+    triton_forward,
+)
 from treecompile.runtime.tree import RolloutTree
 
 SMALL = Tiles(16, 16, 4, 2, 1), Tiles(16, 16, 4, 2, 1), Tiles(16, 16, 4, 2, 1)
@@ -233,6 +239,7 @@ SHAPES: dict[str, Shape] = {
     "window": Shape(heads=1, group=2, qk_size=16, v_size=32, window=9),
     "all": Shape(heads=1, group=2, qk_size=16, v_size=16, window=7, softcap=2.0, sinks=True),
     "mla": Shape(heads=1, qk_size=192, v_size=128),
+    "blocks": Shape(heads=1, group=2, qk_size=150, v_size=16),
 }
 
 
@@ -250,9 +257,10 @@ def interpret(group: str) -> None:
     elif group == "500":
         check_kernels(packed(SOME["500"]()), Shape(heads=1, qk_size=16, v_size=16), torch.float32, MIXED)
     elif group == "shapes":
-        for name, shape in SHAPES.items():
-            tree = "search" if name == "mla" else "tree"
-            check_kernels(packed(SOME[tree]()), shape, torch.float32, SMALL if name == "mla" else MIXED)
+        for shape in SHAPES.values():
+            large = shape.qk_size > 128
+            tree, tiles = ("search", SMALL) if large else ("tree", MIXED)
+            check_kernels(packed(SOME[tree]()), shape, torch.float32, tiles)
         check_kernels(packed(SOME["pads"]()), SHAPES["all"], torch.float32, MIXED)
     elif group == "dtypes":
         # The interpreter multiplies the bits of bf16 numbers.
@@ -308,6 +316,7 @@ def test_kernels_in_the_interpreter(group: str) -> None:
         Shape(heads=2, group=1, qk_size=64, v_size=64, sinks=True),
         Shape(heads=1, group=2, qk_size=96, v_size=96, softcap=5.0),
         Shape(heads=2, group=1, qk_size=192, v_size=128),
+        Shape(heads=1, group=2, qk_size=150, v_size=128),
         Shape(heads=1, group=2, qk_size=256, v_size=256),
         Shape(heads=1, group=8, qk_size=64, v_size=64, window=100, sinks=True),
         Shape(heads=1, group=3, qk_size=60, v_size=60),
@@ -364,6 +373,14 @@ def test_every_head_size_has_tiles() -> None:
     for qk_size, v_size in ((1, 1), (64, 64), (96, 96), (128, 64), (192, 128), (64, 256), (256, 256)):
         assert choice_for(qk_size, v_size).forward.keys in (64, 128)
     assert choice_for(128, 128, 100_000).forward.rows == 32
+
+
+def test_columns_of_queries_and_keys_are_few() -> None:
+    sizes = 7, 96, 128, 129, 150, 192, 193
+    assert [column_blocks(size) for size in sizes] == [
+        (16, 0), (128, 0), (128, 0), (128, 16), (128, 32), (128, 64), (256, 0),
+    ]  # fmt: skip
+    assert all(sum(column_blocks(size)) >= size for size in range(1, 257))
 
 
 # -- tiny segments --

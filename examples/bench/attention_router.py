@@ -46,8 +46,8 @@ EXECUTORS = ("triton", *VENDORS)
 Results = dict[str, Tensor]
 # Relative difference in norm that bf16 results of two kernels may have.
 AGREE = 0.02
-# What did not agree: the exit status.
-DIFFERING: list[str] = []
+# What did not run or did not agree: the exit status.
+FAILED: list[str] = []
 
 
 def chains(*lengths: int) -> Table:
@@ -167,7 +167,7 @@ def compare(title: str, found: Results, wanted: Results) -> None:
     verdict = "agrees" if apart[worst] < AGREE else "DIFFERS"
     print(f"  {title}: {verdict}, at most {apart[worst]:.1e} ({worst})", flush=True)
     if not apart[worst] < AGREE:
-        DIFFERING.append(title)
+        FAILED.append(f"{title} {verdict}")
 
 
 def probe(sizes: tuple[int, int, int, int]) -> bool:
@@ -268,10 +268,13 @@ def measure(load: Load, options: argparse.Namespace, cudnn: bool) -> None:
             try:
                 with force(**{direction: name}):
                     found[name] = timed(run, options.milliseconds)
-            except RuntimeError as error:
+            except Exception as error:
                 # Not tried again: up to now PyTorch keeps an empty plan for a shape that cuDNN has refused.
                 names.remove(name)
-                print(f"    {direction:8s} {name} failed: {str(error).splitlines()[0][:150]}")
+                FAILED.append(f"{name} {direction}, {load.problem}")
+                print(
+                    f"    {direction:8s} {name} failed: {type(error).__name__} {str(error).splitlines()[:1]}"
+                )
         picked = load.route(direction)
         for name, spent in found.items():
             print(f"    {direction:8s} {name:13s} {line(load, direction, name, spent, picked)}")
@@ -336,10 +339,11 @@ def main() -> None:
             try:
                 measure(load, options, took[sizes])
             except torch.cuda.OutOfMemoryError as error:
+                FAILED.append(f"{title}: {name}")
                 print(f"    left out: {str(error).splitlines()[0][:120]}")
     print(f"{time.perf_counter() - began:.0f} s")
-    if DIFFERING:
-        raise SystemExit(f"results differ: {'; '.join(DIFFERING)}")
+    if FAILED:
+        raise SystemExit("\n".join(["failed:", *FAILED]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ Its far keys all lie on one path, the ancestors of its first token (`treecompile
 tiles of KEYS consecutive ancestors that all its queries see come first, without any mask; what is left, its own
 tokens included, comes packed by index and masked.
 
+Columns of queries and keys come in one or two blocks, QK_PAD and QK_REST of them, so that a head size of 192 costs
+192 columns and not 256: a tuple of one or two tensors.
+
 Sums are fp32 and in a fixed order, no atomics: results repeat bit for bit. Addresses are 64 bits wide.
 """
 
@@ -45,16 +48,115 @@ def _tile(
     start,
     tokens,
     stride,
+    FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
     ROWS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """ROWS consecutive tokens of one head: by the copy engine, or by pointers from the head's `base`."""
+    """ROWS consecutive tokens of one head, columns from FIRST on: by the copy engine, or from the head's `base`."""
     if TMA:
-        return descriptor.load([head, start, 0]).reshape(ROWS, PAD)
+        return descriptor.load([head, start, FIRST]).reshape(ROWS, PAD)
     rows = start + tl.arange(0, ROWS)
-    return _gather(base, rows, rows < tokens, stride, SIZE, PAD)
+    return _gather(base + FIRST, rows, rows < tokens, stride, SIZE - FIRST, PAD)
+
+
+# -- column blocks --
+
+
+@triton.jit
+def _gather_blocks(base, rows, valid, stride, SIZE: tl.constexpr, PAD: tl.constexpr, REST: tl.constexpr):
+    """`_gather` by column blocks."""
+    if REST:
+        first = _gather(base, rows, valid, stride, PAD, PAD)
+        return first, _gather(base + PAD, rows, valid, stride, SIZE - PAD, REST)
+    else:
+        return (_gather(base, rows, valid, stride, SIZE, PAD),)
+
+
+@triton.jit
+def _query_blocks(
+    base,
+    head,
+    n,
+    live,
+    head_stride,
+    token_stride,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """`_query` by column blocks."""
+    if REST:
+        first = _query(base, head, n, live, head_stride, token_stride, PAD, PAD)
+        return first, _query(base + PAD, head, n, live, head_stride, token_stride, SIZE - PAD, REST)
+    else:
+        return (_query(base, head, n, live, head_stride, token_stride, SIZE, PAD),)
+
+
+@triton.jit
+def _tile_blocks(
+    descriptor,
+    rest,
+    base,
+    head,
+    start,
+    tokens,
+    stride,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+    REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`_tile` by column blocks, each with a descriptor of its own."""
+    if REST:
+        first = _tile(descriptor, base, head, start, tokens, stride, 0, PAD, PAD, ROWS, TMA)
+        return first, _tile(rest, base, head, start, tokens, stride, PAD, SIZE, REST, ROWS, TMA)
+    else:
+        return (_tile(descriptor, base, head, start, tokens, stride, 0, SIZE, PAD, ROWS, TMA),)
+
+
+@triton.jit
+def _zero_blocks(ROWS: tl.constexpr, PAD: tl.constexpr, REST: tl.constexpr):
+    if REST:
+        return tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, REST], tl.float32)
+    else:
+        return (tl.zeros([ROWS, PAD], tl.float32),)
+
+
+@triton.jit
+def _dot_blocks(a, b):
+    """a b^T, summed over the columns of both."""
+    s = _dot(a[0], b[0].T)
+    if len(a) > 1:
+        s = _add_dot(a[1], b[1].T, s)
+    return s
+
+
+@triton.jit
+def _add_dot_blocks(a, b, total):
+    """total + a b, by columns of b."""
+    if len(b) > 1:
+        return _add_dot(a, b[0], total[0]), _add_dot(a, b[1], total[1])
+    else:
+        return (_add_dot(a, b[0], total[0]),)
+
+
+@triton.jit
+def _store_blocks(
+    base, offset, blocks, factor, live, SIZE: tl.constexpr, PAD: tl.constexpr, REST: tl.constexpr
+):
+    """Store rows [*, SIZE] times a factor; `offset` is where each starts."""
+    feature = tl.arange(0, PAD)
+    where = base + offset[:, None] + feature[None, :]
+    mask = live[:, None] & (feature < SIZE)[None, :]
+    tl.store(where, (blocks[0] * factor).to(base.dtype.element_ty), mask=mask)
+    if REST:
+        feature = PAD + tl.arange(0, REST)
+        where = base + offset[:, None] + feature[None, :]
+        mask = live[:, None] & (feature < SIZE)[None, :]
+        tl.store(where, (blocks[1] * factor).to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -129,6 +231,7 @@ def forward_kernel(
     k,
     v,
     k_descriptor,
+    k_rest,
     v_descriptor,
     out,
     lse,
@@ -157,6 +260,7 @@ def forward_kernel(
     KEYS: tl.constexpr,
     QK: tl.constexpr,
     QK_PAD: tl.constexpr,
+    QK_REST: tl.constexpr,
     V: tl.constexpr,
     V_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -175,7 +279,7 @@ def forward_kernel(
     live = n < tokens
     k += kv.to(tl.int64) * k_head
     v += kv.to(tl.int64) * v_head
-    qs = _query(q, head, n, live, q_head, q_token, QK, QK_PAD)
+    qs = _query_blocks(q, head, n, live, q_head, q_token, QK, QK_PAD, QK_REST)
     acc = tl.zeros([ROWS, V_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -184,10 +288,10 @@ def forward_kernel(
     start = tl.load(runs + 2 * run)
     left = tl.load(runs + 2 * run + 1)
     for _ in range(tl.load(full_tiles + block)):
-        ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
-        s = _dot(qs, ks.T)
+        ks = _tile_blocks(k_descriptor, k_rest, k, kv, start, tokens, k_token, QK, QK_PAD, QK_REST, KEYS, TMA)
+        s = _dot_blocks(qs, ks)
         p, fade, top, total = _softmax(top, total, s, live, scale, cap, SOFTCAP, False)
-        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, 0, V, V_PAD, KEYS, TMA)
         acc = _add_dot(p.to(vs.dtype), vs, acc * fade[:, None])
         # The next step is known one iteration early: a load that waits for one of its own iteration is not fetched
         # ahead.
@@ -201,8 +305,8 @@ def forward_kernel(
         key = tl.load(index + begin + tl.arange(0, KEYS))
         real = key >= 0
         end = tl.load(subtree_end + key, mask=real, other=0)
-        ks = _gather(k, key, real, k_token, QK, QK_PAD)
-        s = _dot(qs, ks.T)
+        ks = _gather_blocks(k, key, real, k_token, QK, QK_PAD, QK_REST)
+        s = _dot_blocks(qs, ks)
         visible = (key[None, :] <= n[:, None]) & (n[:, None] < end[None, :])
         if WINDOW:
             key_at = tl.load(column + key, mask=real, other=0)
@@ -261,6 +365,7 @@ def dq_kernel(
     v,
     grad,
     k_descriptor,
+    k_rest,
     v_descriptor,
     dq,
     lse2,
@@ -292,6 +397,7 @@ def dq_kernel(
     KEYS: tl.constexpr,
     QK: tl.constexpr,
     QK_PAD: tl.constexpr,
+    QK_REST: tl.constexpr,
     V: tl.constexpr,
     V_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -309,23 +415,23 @@ def dq_kernel(
     live = n < tokens
     k += kv.to(tl.int64) * k_head
     v += kv.to(tl.int64) * v_head
-    qs = _query(q, head, n, live, q_head, q_token, QK, QK_PAD)
+    qs = _query_blocks(q, head, n, live, q_head, q_token, QK, QK_PAD, QK_REST)
     d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
     log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
     mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
-    acc = tl.zeros([ROWS, QK_PAD], tl.float32)
+    acc = _zero_blocks(ROWS, QK_PAD, QK_REST)
 
     run = tl.load(run_offsets + block)
     start = tl.load(runs + 2 * run)
     left = tl.load(runs + 2 * run + 1)
     for _ in range(tl.load(full_tiles + block)):
-        ks = _tile(k_descriptor, k, kv, start, tokens, k_token, QK, QK_PAD, KEYS, TMA)
-        s = _dot(qs, ks.T)
-        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, V, V_PAD, KEYS, TMA)
+        ks = _tile_blocks(k_descriptor, k_rest, k, kv, start, tokens, k_token, QK, QK_PAD, QK_REST, KEYS, TMA)
+        s = _dot_blocks(qs, ks)
+        vs = _tile(v_descriptor, v, kv, start, tokens, v_token, 0, V, V_PAD, KEYS, TMA)
         dp = _dot(d_out, vs.T)
         p, slope = _weights(s, log_sum[:, None], live, scale, cap, SOFTCAP, False)
         ds = p * (dp - mean[:, None]) * slope
-        acc = _add_dot(ds.to(ks.dtype), ks, acc)
+        acc = _add_dot_blocks(ds.to(ks[0].dtype), ks, acc)
         start, left, run = _next_tile(start, left, run, runs, KEYS)
 
     if WINDOW:
@@ -336,8 +442,8 @@ def dq_kernel(
         key = tl.load(index + begin + tl.arange(0, KEYS))
         real = key >= 0
         end = tl.load(subtree_end + key, mask=real, other=0)
-        ks = _gather(k, key, real, k_token, QK, QK_PAD)
-        s = _dot(qs, ks.T)
+        ks = _gather_blocks(k, key, real, k_token, QK, QK_PAD, QK_REST)
+        s = _dot_blocks(qs, ks)
         visible = (key[None, :] <= n[:, None]) & (n[:, None] < end[None, :])
         if WINDOW:
             key_at = tl.load(column + key, mask=real, other=0)
@@ -346,11 +452,9 @@ def dq_kernel(
         dp = _dot(d_out, vs.T)
         p, slope = _weights(s, log_sum[:, None], visible, scale, cap, SOFTCAP, True)
         ds = p * (dp - mean[:, None]) * slope
-        acc = _add_dot(ds.to(ks.dtype), ks, acc)
+        acc = _add_dot_blocks(ds.to(ks[0].dtype), ks, acc)
 
-    feature = tl.arange(0, QK_PAD)
-    where = dq + (head * tokens + n)[:, None] * QK + feature[None, :]
-    tl.store(where, (acc * factor).to(dq.dtype.element_ty), mask=live[:, None] & (feature < QK)[None, :])
+    _store_blocks(dq, (head * tokens + n) * QK, acc, factor, live, QK, QK_PAD, QK_REST)
 
 
 @triton.jit
@@ -374,12 +478,12 @@ def _key_step(
     Scores are computed transposed: on Hopper, Triton up to 3.7.0 miscompiles products with a transposed accumulator.
     The second product comes before the softmax, so that dV's runs beside what follows it.
     """
-    s = _dot(ks, qs.T)
+    s = _dot_blocks(ks, qs)
     dp = _dot(vs, d_out.T)
     p, slope = _weights(s, log_sum[None, :], visible, scale, cap, SOFTCAP, MASKED)
     dv = _add_dot(p.to(d_out.dtype), d_out, dv)
     ds = p * (dp - mean[None, :]) * slope
-    dk = _add_dot(ds.to(qs.dtype), qs, dk)
+    dk = _add_dot_blocks(ds.to(qs[0].dtype), qs, dk)
     return dk, dv
 
 
@@ -390,6 +494,7 @@ def dkv_kernel(
     v,
     grad,
     q_descriptor,
+    q_rest,
     grad_descriptor,
     dk,
     dv,
@@ -422,6 +527,7 @@ def dkv_kernel(
     KEYS: tl.constexpr,
     QK: tl.constexpr,
     QK_PAD: tl.constexpr,
+    QK_REST: tl.constexpr,
     V: tl.constexpr,
     V_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -441,9 +547,9 @@ def dkv_kernel(
     key = block * KEYS + tl.arange(0, KEYS)
     real = key < tokens
     end = tl.load(subtree_end + key, mask=real, other=0)
-    ks = _gather(k + kv.to(tl.int64) * k_head, key, real, k_token, QK, QK_PAD)
+    ks = _gather_blocks(k + kv.to(tl.int64) * k_head, key, real, k_token, QK, QK_PAD, QK_REST)
     vs = _gather(v + kv.to(tl.int64) * v_head, key, real, v_token, V, V_PAD)
-    dk_acc = tl.zeros([KEYS, QK_PAD], tl.float32)
+    dk_acc = _zero_blocks(KEYS, QK_PAD, QK_REST)
     dv_acc = tl.zeros([KEYS, V_PAD], tl.float32)
 
     # Masked tokens are [low, full) and [after, high), of which the second starts behind the full tiles.
@@ -456,8 +562,19 @@ def dkv_kernel(
         which = i // count
         start = full + (i - which * count) * ROWS
         head = (kv * GROUP + which).to(tl.int64)
-        qs = _tile(
-            q_descriptor, q + head * q_head, kv * GROUP + which, start, tokens, q_token, QK, QK_PAD, ROWS, TMA
+        qs = _tile_blocks(
+            q_descriptor,
+            q_rest,
+            q + head * q_head,
+            kv * GROUP + which,
+            start,
+            tokens,
+            q_token,
+            QK,
+            QK_PAD,
+            QK_REST,
+            ROWS,
+            TMA,
         )
         d_out = _tile(
             grad_descriptor,
@@ -466,6 +583,7 @@ def dkv_kernel(
             start,
             tokens,
             grad_token,
+            0,
             V,
             V_PAD,
             ROWS,
@@ -499,7 +617,7 @@ def dkv_kernel(
         head = (kv * GROUP + part * HEADS + row // TOKENS).to(tl.int64)
         n = start + row % TOKENS
         live = n < limit
-        qs = _query(q, head, n, live, q_head, q_token, QK, QK_PAD)
+        qs = _query_blocks(q, head, n, live, q_head, q_token, QK, QK_PAD, QK_REST)
         d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
         log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
         mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
@@ -511,19 +629,14 @@ def dkv_kernel(
             dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True
         )
 
-    dk_acc *= factor
-    at_k = tl.arange(0, QK_PAD)
-    at_v = tl.arange(0, V_PAD)
-    k_mask = real[:, None] & (at_k < QK)[None, :]
-    v_mask = real[:, None] & (at_v < V)[None, :]
     if slot < 0:
-        rows = (kv.to(tl.int64) * tokens + key)[:, None]
-        tl.store(dk + rows * QK + at_k[None, :], dk_acc.to(dk.dtype.element_ty), mask=k_mask)
-        tl.store(dv + rows * V + at_v[None, :], dv_acc.to(dv.dtype.element_ty), mask=v_mask)
+        rows = kv.to(tl.int64) * tokens + key
+        _store_blocks(dk, rows * QK, dk_acc, factor, real, QK, QK_PAD, QK_REST)
+        _store_blocks(dv, rows * V, (dv_acc,), 1.0, real, V, V_PAD, 0)
     else:
-        rows = ((slot.to(tl.int64) * tl.num_programs(1) + kv) * KEYS + tl.arange(0, KEYS))[:, None]
-        tl.store(part_dk + rows * QK + at_k[None, :], dk_acc, mask=k_mask)
-        tl.store(part_dv + rows * V + at_v[None, :], dv_acc, mask=v_mask)
+        rows = (slot.to(tl.int64) * tl.num_programs(1) + kv) * KEYS + tl.arange(0, KEYS)
+        _store_blocks(part_dk, rows * QK, dk_acc, factor, real, QK, QK_PAD, QK_REST)
+        _store_blocks(part_dv, rows * V, (dv_acc,), 1.0, real, V, V_PAD, 0)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -22,7 +22,14 @@ import torch
 from treecompile.runtime.ops.attention_kernels import Kernel
 from treecompile.runtime.ops.attention_launch import Launch
 from treecompile.runtime.ops.attention_plan import CAUSAL, FULL, useful_pairs
-from treecompile.runtime.ops.attention_triton import SHORT, Tiles, choice_for, padded_size, shared_heads
+from treecompile.runtime.ops.attention_triton import (
+    SHORT,
+    Tiles,
+    choice_for,
+    column_blocks,
+    padded_size,
+    shared_heads,
+)
 
 __all__ = [
     "Problem",
@@ -188,7 +195,7 @@ def triton_microseconds(direction: str, problem: Problem, segments: bytes) -> fl
         Microseconds.
     """
     choice = choice_for(problem.qk_size, problem.v_size)
-    qk_size, v_size = padded_size(problem.qk_size), padded_size(problem.v_size)
+    qk_size, v_size = sum(column_blocks(problem.qk_size)), padded_size(problem.v_size)
     rate = _rate("triton", direction, max(qk_size, v_size))
     group = problem.heads // problem.kv_heads
     moved = TRITON_CALLS[direction] * CALL_GAP

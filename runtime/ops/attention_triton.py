@@ -159,7 +159,8 @@ class Call:
             "TOKENS": tiles.rows // heads,
             "KEYS": tiles.keys,
             "QK": self.q.shape[3],
-            "QK_PAD": padded_size(self.q.shape[3]),
+            "QK_PAD": column_blocks(self.q.shape[3])[0],
+            "QK_REST": column_blocks(self.q.shape[3])[1],
             "V": self.v.shape[3],
             "V_PAD": padded_size(self.v.shape[3]),
             "SOFTCAP": self.softcap > 0,
@@ -180,8 +181,14 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def padded_size(size: int) -> int:
-    """The head size that the kernels compute with."""
+    """The least power of two that a dimension of a product may have and that holds `size`."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def column_blocks(size: int) -> tuple[int, int]:
+    """The columns that the kernels compute with for queries and keys: in one block, or 128 and some in two."""
+    pad = padded_size(size)
+    return (128, padded_size(size - 128)) if 128 < size <= 192 else (pad, 0)
 
 
 def shared_heads(group: int, rows: int) -> int:
@@ -207,13 +214,19 @@ def _has_descriptor(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(x.stride(i) * size % 16 == 0 and x.stride(i) > 0 for i in (1, 2))
 
 
-def _descriptor(x: Tensor, rows: int, tma: bool) -> Any:
-    if not tma:
+def _descriptor(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
+    if not (tma and columns):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, strides = list(x.shape[1:]), [x.stride(1), x.stride(2), 1]
-    return TensorDescriptor(x, shape, strides, [1, rows, padded_size(x.shape[3])])
+    return TensorDescriptor(x, shape, strides, [1, rows, columns])
+
+
+def _descriptors(x: Tensor, y: Tensor, rows: int, sizes: dict[str, Any]) -> list[Any]:
+    """Descriptors of queries or keys, by column blocks, and of what is weighted with them."""
+    widths = ((x, sizes["QK_PAD"]), (x, sizes["QK_REST"]), (y, sizes["V_PAD"]))
+    return [_descriptor(of, rows, columns, sizes["TMA"]) for of, columns in widths]
 
 
 def prepare(
@@ -296,7 +309,7 @@ def triton_forward(
     lists = call.lists(tiles)
     grid = (lists.order.shape[0], q.shape[1] // sizes["HEADS"])
     forward_kernel[grid](
-        q, k, v, _descriptor(k, tiles.keys, sizes["TMA"]), _descriptor(v, tiles.keys, sizes["TMA"]),
+        q, k, v, *_descriptors(k, v, tiles.keys, sizes),
         out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
         call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
@@ -370,7 +383,7 @@ def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles:
     sizes = call.sizes(tiles, k, v)
     lists = call.lists(tiles)
     dq_kernel[(lists.order.shape[0], q.shape[1] // sizes["HEADS"])](
-        q, k, v, grad, _descriptor(k, tiles.keys, sizes["TMA"]), _descriptor(v, tiles.keys, sizes["TMA"]),
+        q, k, v, grad, *_descriptors(k, v, tiles.keys, sizes),
         dq, lse2, delta, call.tables.subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
         call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
@@ -391,7 +404,7 @@ def key_gradients(
     part_dk = torch.empty((*shape, k.shape[3]), dtype=torch.float32, device=q.device)
     part_dv = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
     dkv_kernel[(lists.items.shape[0], heads)](
-        q, k, v, grad, _descriptor(q, tiles.rows, sizes["TMA"]), _descriptor(grad, tiles.rows, sizes["TMA"]),
+        q, k, v, grad, *_descriptors(q, grad, tiles.rows, sizes),
         dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
         lists.items, lists.ranges, lists.offsets, lists.tiles,
         call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
