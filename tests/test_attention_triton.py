@@ -111,7 +111,14 @@ def check_key_lists(tables: TreeTables, visible: Any, keys: int, tokens: int, wi
         mine = slice(block * keys, (block + 1) * keys)
         met = np.zeros(visible.shape[0], bool)
         if window:
-            for tile in lists.tiles[lists.offsets[block] : lists.offsets[block + 1]].tolist():
+            listed = lists.tiles.tolist()
+            for tile in listed[full : full + count]:
+                queries = slice(tile * rows, (tile + 1) * rows)
+                assert visible[queries, mine].all()
+                assert queries.stop <= visible.shape[0]
+                met[queries] = True
+            for tile in listed[lists.offsets[block] : lists.offsets[block + 1]]:
+                assert not met[tile * tokens : (tile + 1) * tokens].any()
                 met[tile * tokens : (tile + 1) * tokens] = True
         else:
             assert visible[full : full + count * rows, mine].all()
@@ -129,7 +136,11 @@ def lists_of_all_trees() -> None:
             check_lists(make(), tokens, keys)
     for step in (1, 0, -1):
         check_lists(SOME["tree"](), 8, 4, window=9, step=step)
+        check_lists(SOME["tree"](), 4, 4, window=40, step=step)
+        check_lists(SOME["chain"](), 4, 8, window=30, step=step)
         check_lists(SOME["pads"](), 4, 4, window=3, step=step)
+        # Masked positions leave gaps in its columns.
+        check_lists(SOME["pads"](), 2, 2, window=7, step=min(step, 0))
 
 
 # -- kernels --
@@ -237,6 +248,7 @@ SHAPES: dict[str, Shape] = {
     "group": Shape(heads=1, group=4, qk_size=16, v_size=16, sinks=True),
     "three": Shape(heads=1, group=3, qk_size=24, v_size=8, softcap=1.5),
     "window": Shape(heads=1, group=2, qk_size=16, v_size=32, window=9),
+    "wide": Shape(heads=1, group=2, qk_size=16, v_size=16, window=60),
     "all": Shape(heads=1, group=2, qk_size=16, v_size=16, window=7, softcap=2.0, sinks=True),
     "mla": Shape(heads=1, qk_size=192, v_size=128),
     "blocks": Shape(heads=1, group=2, qk_size=150, v_size=16),
@@ -319,6 +331,7 @@ def test_kernels_in_the_interpreter(group: str) -> None:
         Shape(heads=1, group=2, qk_size=150, v_size=128),
         Shape(heads=1, group=2, qk_size=256, v_size=256),
         Shape(heads=1, group=8, qk_size=64, v_size=64, window=100, sinks=True),
+        Shape(heads=1, group=2, qk_size=128, v_size=128, window=1000),
         Shape(heads=1, group=3, qk_size=60, v_size=60),
     ],
     ids=str,

@@ -309,7 +309,7 @@ def main() -> None:
     """Probe, compare, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--milliseconds", type=float, default=50.0, help="time spent on each number")
-    parser.add_argument("--shapes", type=int, default=40, help="most shapes that cuDNN is to plan for a tree")
+    parser.add_argument("--shapes", type=int, default=24, help="most shapes that cuDNN is to plan for a tree")
     parser.add_argument("--workloads", default="", help="names, by comma; all by default")
     options = parser.parse_args()
     device = torch.device("cuda")

@@ -552,15 +552,20 @@ def dkv_kernel(
     dk_acc = _zero_blocks(KEYS, QK_PAD, QK_REST)
     dv_acc = tl.zeros([KEYS, V_PAD], tl.float32)
 
-    # Masked tokens are [low, full) and [after, high), of which the second starts behind the full tiles.
+    # Masked tokens are [low, full) and [after, high), of which the second starts behind the full tiles. With a window
+    # both kinds of tiles are listed, and `full` says where the first are.
     low = block * KEYS
     full = tl.load(ranges + 3 * block)
     count = tl.load(ranges + 3 * block + 1)
     high = tl.load(ranges + 3 * block + 2)
     after = full + count * ROWS
-    for i in range(share * (count * GROUP) // shares, (share + 1) * (count * GROUP) // shares):
+    begin = share * (count * GROUP) // shares
+    if WINDOW:
+        start = tl.load(tile_list + full + begin % tl.maximum(count, 1)) * ROWS
+    for i in range(begin, (share + 1) * (count * GROUP) // shares):
         which = i // count
-        start = full + (i - which * count) * ROWS
+        if not WINDOW:
+            start = full + (i - which * count) * ROWS
         head = (kv * GROUP + which).to(tl.int64)
         qs = _tile_blocks(
             q_descriptor,
@@ -595,6 +600,9 @@ def dkv_kernel(
         dk_acc, dv_acc = _key_step(
             dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False
         )
+        if WINDOW:
+            # Known one iteration early, as in the forward.
+            start = tl.load(tile_list + full + (i + 1) % count) * ROWS
 
     if WINDOW:
         key_at = tl.load(column + key, mask=real, other=0)

@@ -113,35 +113,66 @@ def query_lists_kernel(
         tl.store(counts + 2 * blocks + block, (packed + KEYS - 1) // KEYS)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit
+def _inside(tile, begin, stop, row_depth, deepest, ROWS: tl.constexpr):
+    """Whether all keys of a block see the queries of tiles of ROWS tokens: in range, and none of them too deep."""
+    here = (tile * ROWS >= begin) & (tile * ROWS + ROWS <= stop)
+    return here & (tl.load(row_depth + tile, mask=here, other=0) < deepest)
+
+
+@triton.jit(do_not_specialize=["blocks", "tokens", "window"])
 def key_tiles_kernel(
+    every,
     high,
-    key_depth,
+    key_near,
+    key_far,
+    row_depth,
     tile_depth,
     counts,
+    full_offsets,
     offsets,
     tiles,
+    blocks,
+    tokens,
     window,
     KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    FULL: tl.constexpr,
     FILL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """List the query tiles that a key block's window may reach: in range, and not all too deep."""
+    """List the query tiles of a key block: those of ROWS tokens that all its keys see, and those of TOKENS tokens that
+    its window may reach beside them, in range and not all too deep."""
     block = tl.program_id(0)
-    first = block * KEYS // TOKENS
-    limit = tl.cdiv(tl.load(high + block), TOKENS)
-    deepest = tl.load(key_depth + block) + window
+    begin = tl.minimum(block * KEYS + KEYS, tokens)
+    stop = tl.load(every + block)
+    limit = tl.load(high + block)
+    near = tl.load(key_near + block) + window
+    far = tl.load(key_far + block) + window
     lane = tl.arange(0, WIDE)
+    found = 0
+    if FULL:
+        if FILL:
+            found = tl.load(full_offsets + block)
+        for at in range(begin // ROWS, stop // ROWS, WIDE):
+            tile = at + lane
+            taken = _inside(tile, begin, stop, row_depth, near, ROWS)
+            if FILL:
+                tl.store(tiles + found + tl.cumsum(taken.to(tl.int32), 0) - 1, tile, mask=taken)
+            found += tl.sum(taken.to(tl.int32))
+    if not FILL:
+        tl.store(counts + block, found)
     found = 0
     if FILL:
         found = tl.load(offsets + block)
-    for at in range(first, limit, WIDE):
+    for at in range(block * KEYS // TOKENS, tl.cdiv(limit, TOKENS), WIDE):
         tile = at + lane
-        near = tl.load(tile_depth + tile, mask=tile < limit, other=2147483647) < deepest
-        taken = near.to(tl.int32)
+        taken = tl.load(tile_depth + tile, mask=tile * TOKENS < limit, other=2147483647) < far
+        if FULL:
+            taken = taken & ~_inside(tile * TOKENS // ROWS, begin, stop, row_depth, near, ROWS)
         if FILL:
-            tl.store(tiles + found + tl.cumsum(taken, 0) - 1, tile, mask=near)
-        found += tl.sum(taken)
+            tl.store(tiles + found + tl.cumsum(taken.to(tl.int32), 0) - 1, tile, mask=taken)
+        found += tl.sum(taken.to(tl.int32))
     if not FILL:
-        tl.store(counts + block, found)
+        tl.store(counts + blocks + block, found)

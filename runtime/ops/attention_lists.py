@@ -10,8 +10,9 @@ most log2(N) of them when the largest child comes first, so a path is a few *run
   see, the block's own tokens) is packed into an index, a multiple of KEYS, padded with -1. A token is in the
   second group once, in the block where its subtree ends: the index has O(N + blocks * runs * KEYS) entries.
 - Key block of consecutive tokens: its queries are one range, and those that all keys see are one range in it.
-- Windows: columns grow by at least one along a path, so a distance in depth bounds the distance in columns.
-  Where they do not, masks alone decide.
+- Windows: columns grow by at least one along a path, so a distance in depth bounds the distance in columns; where
+  they grow by one it is that distance, and tiles inside the window need no mask. Where they do not grow, masks alone
+  decide.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treecompile.runtime.ops.attention_plan import STEP_ANY
+from treecompile.runtime.ops.attention_plan import STEP_ANY, STEP_ONE
 
 __all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "tree_tables"]
 
@@ -77,9 +78,10 @@ class KeyLists:
             shares, whose sums go to slots and are added up in order. Slot -1: the block is one item.
         split: [J, 3], rows (block, first slot, shares) of the blocks in shares.
         slots: number of slots, on the host.
-        ranges: [B, 3], rows (first query that all keys see, full tiles from there, end of the queries).
-        offsets: [B + 1] into `tiles`, with a window only.
-        tiles: query tiles, with a window only.
+        ranges: [B, 3], rows (first query that all keys see, full tiles from there, end of the queries). With a
+            window the first is where the block's full tiles are listed in `tiles`.
+        offsets: [B + 1] into `tiles`, masked ones, with a window only.
+        tiles: query tiles, with a window only: full ones, an entry of padding, masked ones.
         pairs: query-key pairs that are computed, int64 on the device.
     """
 
@@ -259,7 +261,7 @@ def _key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: in
     high = torch.maximum(_blocked(tables.subtree_end, keys, 0).amax(1), begin)
     empty = begin[:0]
     if window:
-        return _windowed(tables, high, keys, tokens, window)
+        return _windowed(tables, every, high, keys, rows, tokens, window)
     count = (every.clamp(max=tables.tokens) - behind).clamp(min=0) // rows
     full = torch.where(count > 0, behind, high)
     ranges = torch.stack([full, count, high], 1).contiguous()
@@ -292,26 +294,34 @@ def _shares(cost: Tensor) -> tuple[Tensor, Tensor, int]:
     return table.contiguous(), split.contiguous(), slots
 
 
-def _windowed(tables: TreeTables, high: Tensor, keys: int, tokens: int, window: int) -> KeyLists:
+def _windowed(
+    tables: TreeTables, every: Tensor, high: Tensor, keys: int, rows: int, tokens: int, window: int
+) -> KeyLists:
     from treecompile.runtime.kernels.tree_lists import key_tiles_kernel
 
     blocks = high.shape[0]
-    key_depth = _blocked(tables.depth, keys, 0).amax(1)
+    key_near = _blocked(tables.depth, keys, 2**31 - 1).amin(1)
+    key_far = _blocked(tables.depth, keys, 0).amax(1)
+    row_depth = _blocked(tables.depth, rows, 0).amax(1)
     tile_depth = _blocked(tables.depth, tokens, 2**31 - 1).amin(1)
     if tables.step == STEP_ANY:
         tile_depth = torch.zeros_like(tile_depth)
-    counts = torch.empty((blocks,), dtype=torch.int32, device=high.device)
+    every = every.clamp(max=tables.tokens)
+    counts = torch.empty((2, blocks), dtype=torch.int32, device=high.device)
 
-    def launch(fill: bool, offsets: Tensor, tiles: Tensor) -> None:
+    def launch(fill: bool, full_offsets: Tensor, offsets: Tensor, tiles: Tensor) -> None:
         key_tiles_kernel[(blocks,)](
-            high, key_depth, tile_depth, counts, offsets, tiles, window,
-            KEYS=keys, TOKENS=tokens, FILL=fill, WIDE=WIDE, num_warps=1,
+            every, high, key_near, key_far, row_depth, tile_depth, counts, full_offsets, offsets, tiles,
+            blocks, tables.tokens, window,
+            KEYS=keys, ROWS=rows, TOKENS=tokens, FULL=tables.step == STEP_ONE, FILL=fill, WIDE=WIDE, num_warps=1,
         )  # fmt: skip
 
-    launch(False, counts, counts)
-    offsets = _offsets(counts)
-    tiles = torch.empty((int(offsets[-1]),), dtype=torch.int32, device=high.device)
-    launch(True, offsets, tiles)
-    ranges = torch.stack([high, torch.zeros_like(high), high], 1).contiguous()
-    cost = counts * tokens
-    return KeyLists(*_shares(cost), ranges, offsets, tiles, cost.sum(dtype=torch.int64) * keys)
+    launch(False, counts, counts, counts)
+    full, masked = _offsets(counts).unbind(0)
+    # Blocks without full tiles read one all the same.
+    masked = masked + full[-1] + 1
+    tiles = torch.zeros((int(masked[-1]),), dtype=torch.int32, device=high.device)
+    launch(True, full, masked, tiles)
+    ranges = torch.stack([full[:-1], counts[0], high], 1).contiguous()
+    cost = counts[0] * rows + counts[1] * tokens
+    return KeyLists(*_shares(cost), ranges, masked.contiguous(), tiles, cost.sum(dtype=torch.int64) * keys)
