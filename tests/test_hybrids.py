@@ -75,7 +75,7 @@ def outcome(
     picked = ids.roll(1, 1)[:, -logits.shape[1] :, None]
     found = logits.float().log_softmax(-1).gather(-1, picked)[..., 0]
     weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
-    weight = (weight * inputs.get("attention_mask", torch.ones_like(ids)))[:, -logits.shape[1] :]
+    weight = (weight.to(ids.device) * inputs.get("attention_mask", torch.ones_like(ids)))[:, -logits.shape[1] :]
     (found * weight).sum().backward()
     kept = torch.where(weight != 0, found, 0.0)
     return kept.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -177,7 +177,6 @@ def test_autocast(name: str) -> None:
 )
 def test_bf16_on_the_gpu(name: str, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No further from fp32 than the dense run in bf16, and close to it in fp32; by kernels where they can."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     model = HYBRIDS[name].build(smooth=True).cuda()
     inputs = {key: x.cuda() for key, x in batch("ragged").items()}
     ran = mock.Mock(wraps=op.delta_rule_backward)

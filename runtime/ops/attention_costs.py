@@ -43,12 +43,12 @@ __all__ = [
 # that it computes with. Operations are those that it executes: the backward kernels of Triton compute 7 products where
 # 5 are useful.
 RATES: dict[tuple[str, str], dict[int, float]] = {
-    ("triton", "forward"): {64: 400, 128: 470, 256: 380},
-    ("triton", "backward"): {64: 480, 128: 630, 256: 350},
-    ("pieces-cudnn", "forward"): {64: 480, 128: 615, 256: 550},
-    ("pieces-cudnn", "backward"): {64: 400, 128: 570, 256: 450},
-    ("pieces-flash", "forward"): {64: 370, 128: 400, 256: 330},
-    ("pieces-flash", "backward"): {64: 300, 128: 330, 256: 260},
+    ("triton", "forward"): {64: 455, 128: 530, 256: 575},
+    ("triton", "backward"): {64: 550, 128: 620, 256: 405},
+    ("pieces-cudnn", "forward"): {64: 480, 128: 640, 256: 660},
+    ("pieces-cudnn", "backward"): {64: 430, 128: 560, 256: 415},
+    ("pieces-flash", "forward"): {64: 305, 128: 335, 256: 308},
+    ("pieces-flash", "backward"): {64: 272, 128: 308, 256: 255},
     ("masked", "forward"): {64: 100, 128: 100, 256: 60},
     ("masked", "backward"): {64: 80, 128: 80, 256: 50},
 }
@@ -62,9 +62,9 @@ CALL_GAP, OP_GAP = 8.0, 3.0
 CALL_HOST, OP_HOST = 25.0, 6.0
 # Small ops around a piece: what is stored, what is merged, what has its mask made.
 STORE_OPS, MERGE_OPS, MASK_OPS = 2, 8, 20
-# Launches of the Triton executor: GPU kernels and what Python does for them.
+# Launches of the Triton executor: GPU kernels, and what Python does for them: as long as for one piece.
 TRITON_CALLS = {"forward": 1, "backward": 4}
-TRITON_HOST = {"forward": 80.0, "backward": 200.0}
+TRITON_HOST = {"forward": 60.0, "backward": 60.0}
 # What cuDNN takes to plan a shape that is new to a process, and how many calls then use it. The rounded lengths of
 # squares (`CudnnKernel.span`) are few and come back from step to step; the sizes of a rectangle are of one tree: its
 # layers use them, and their recomputation.
