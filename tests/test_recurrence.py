@@ -30,6 +30,7 @@ from treecompile.runtime.ops import (
     tree_recurrence_backward,
     tree_recurrence_reference,
 )
+from treecompile.runtime.ops.causal_conv import ACTIVATIONS
 from treecompile.runtime.ops.recurrence_plan import recurrence_tables
 from treecompile.runtime.tree import RolloutTree
 
@@ -464,16 +465,17 @@ def conv_inputs(n: int, taps: int, bias: bool, dtype: torch.dtype = torch.float6
 
 
 @settings(max_examples=60)
-@given(row_sets(), st.integers(1, 5), st.booleans())
-def test_convolution_of_rows_alone(rows: list[list[int]], taps: int, bias: bool) -> None:
+@given(row_sets(), st.integers(1, 5), st.booleans(), st.sampled_from(ACTIVATIONS))
+def test_convolution_of_rows_alone(rows: list[list[int]], taps: int, bias: bool, activation: str) -> None:
     tree = RolloutTree.from_rows(rows)
     x, weight, b = conv_inputs(tree.n, taps, bias)
-    out = tree_causal_conv1d(x, weight, b, *tables(tree))
+    out = tree_causal_conv1d(x, weight, b, *tables(tree), activation)
     assert out.shape == x.shape
     paths = rows_of(tree)
     if not paths:
         return
     theirs = [F.conv1d(F.pad(x[:, :, p], (taps - 1, 0)), weight[:, None], b, groups=3) for p in paths]
+    theirs = [F.silu(y) for y in theirs] if activation else theirs
     mine = [out[:, :, p] for p in paths]
     leaves = [y for y in (x, weight, b) if y is not None]
     weights = [torch.randn(y.shape, dtype=torch.float64) for y in mine]
@@ -485,25 +487,29 @@ def test_convolution_of_rows_alone(rows: list[list[int]], taps: int, bias: bool)
     )
     for a, c in zip([*mine, *found], [*theirs, *expected], strict=True):
         torch.testing.assert_close(a, c, rtol=ATOL, atol=ATOL)
-    torch.testing.assert_close(out, tree_causal_conv1d_reference(x, weight, b, tree.parent.tolist()))
+    reference = tree_causal_conv1d_reference(x, weight, b, tree.parent.tolist(), activation)
+    torch.testing.assert_close(out, reference)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_convolution_contracts(bias: bool) -> None:
+def test_convolution_contracts(bias: bool, activation: str) -> None:
     tree = RolloutTree.from_rows([[1, 2, 3, 4, 5], [1, 2, 3, 6]])
     x = conv_inputs(tree.n, 4, bias)
     plain = [y if y is None else y.detach() for y in x]
-    torch.library.opcheck(tree_causal_conv1d, (*x, *tables(tree)))
-    torch.library.opcheck(tree_causal_conv1d_backward, (plain[0], *plain, *tables(tree)))
-    assert torch.autograd.gradcheck(lambda *y: tree_causal_conv1d(*y, *tables(tree)), x)
+    torch.library.opcheck(tree_causal_conv1d, (*x, *tables(tree), activation))
+    torch.library.opcheck(tree_causal_conv1d_backward, (plain[0], *plain, *tables(tree), activation))
+    assert torch.autograd.gradcheck(lambda *y: tree_causal_conv1d(*y, *tables(tree), activation), x)
     strided = plain[0].transpose(1, 2).contiguous().transpose(1, 2)
     arguments = (strided, *plain[1:], *tables(tree))
     torch.library.opcheck(tree_causal_conv1d, arguments, test_utils="test_faketensor")
     torch.library.opcheck(tree_causal_conv1d_backward, (strided, *arguments), test_utils="test_faketensor")
     out = tree_causal_conv1d(strided, *plain[1:], *tables(tree))
-    assert out.is_contiguous()
+    assert out.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(out, tree_causal_conv1d(*plain, *tables(tree)), rtol=ATOL, atol=ATOL)
     assert torch.equal(out, tree_causal_conv1d(strided, *plain[1:], *tables(tree)))
+    with pytest.raises(ValueError, match="no activation 'gelu'"):
+        tree_causal_conv1d(*plain, *tables(tree), "gelu")
     with pytest.raises(ValueError, match="for weights"):
         tree_causal_conv1d(plain[0][:, :2], *plain[1:], *tables(tree))
     with pytest.raises(ValueError, match="a table of 6"):
@@ -520,8 +526,10 @@ def test_convolution_dtypes(dtype: torch.dtype) -> None:
     expected = F.conv1d(F.pad(x, (3, 0)), weight[:, None], b, groups=3)
     assert out.dtype == expected.dtype == dtype
     torch.testing.assert_close(out, expected)
+    wide = tree_causal_conv1d(*(y.float() for y in (x, weight, b)), *tables(tree), "silu")
+    torch.testing.assert_close(tree_causal_conv1d(x, weight, b, *tables(tree), "silu"), wide.to(dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        assert tree_causal_conv1d(x, weight, b, *tables(tree)).dtype == torch.bfloat16
+        assert tree_causal_conv1d(x, weight, b, *tables(tree), "silu").dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
@@ -556,7 +564,8 @@ def test_the_convolution_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ops.recurrence", "ops.recurrence_plan", "ops.causal_conv", "segment_table"]
+    "module",
+    ["ops.recurrence", "ops.recurrence_plan", "ops.causal_conv", "ops.causal_conv_tables", "segment_table"],
 )
 def test_doctests(module: str) -> None:
     found = importlib.import_module(f"treecompile.runtime.{module}")

@@ -3,67 +3,95 @@
 Legend: N packed tokens, C channels, W taps, M odd tokens.
 
 In preorder most tokens stand right behind their ancestors, and a shift of the packed row finds these. *Odd* tokens,
-at most W - 1 behind a fork, do not; they are computed apart, by index. Tap W - 1 is the token itself, tap W - 1 - j its
-j-th ancestor.
+at most W - 1 behind a fork, do not; they are computed apart, by index (`treecompile.runtime.ops.causal_conv_tables`).
+Tap W - 1 is the token itself, tap W - 1 - j its j-th ancestor.
+
+Two executors of one contract: Triton kernels on a GPU (`treecompile.runtime.kernels.causal_conv`), and plain PyTorch,
+here. `why_not_triton` says which and why.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+import os
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from treecompile.runtime.cache import TreeCache
 from treecompile.runtime.ops.attention_math import accumulation_dtype
+from treecompile.runtime.ops.causal_conv_tables import ConvTables, conv_tables
 from treecompile.runtime.ops.registry import define, register_autocast
 from treecompile.runtime.ops.segment_sum import segment_sum
-from treecompile.runtime.stretches import Array
-from treecompile.runtime.tree import RolloutTree
 
-__all__ = ["tree_causal_conv1d", "tree_causal_conv1d_backward", "tree_causal_conv1d_reference"]
+__all__ = [
+    "ACTIVATIONS",
+    "tree_causal_conv1d",
+    "tree_causal_conv1d_backward",
+    "tree_causal_conv1d_reference",
+    "why_not_triton",
+]
 
-_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor subtree_end, Tensor segments_host"
+ACTIVATIONS = ("", "silu")
+# Set to "pytorch", the kernels do not run.
+VARIABLE = "TREECOMPILE_CONVOLUTION"
+# More taps than this do not fit the registers of the kernels.
+MOST_TAPS = 8
+
+_ARGUMENTS = (
+    'Tensor x, Tensor weight, Tensor? bias, Tensor subtree_end, Tensor segments_host, str activation=""'
+)
 
 
-@dataclass(frozen=True)
-class _Reads:
-    """Who reads a tap of odd tokens: int64 tokens that are read, CSR offsets, and the readers among the odd ones."""
+def why_not_triton(x: Tensor, taps: int) -> str:
+    """Say why the Triton kernels cannot run these inputs, or "": then they do.
 
-    tokens: Tensor
-    offsets: Tensor
-    readers: Tensor
+    Args:
+        x: [1, C, N].
+        taps: W.
 
+    Raises:
+        ValueError: the environment asks for something else.
 
-@dataclass(frozen=True)
-class _Tables:
-    """What a tree and W give.
-
-    tokens: N. subtree_end: int32 [N] on the host. odd: int64 [M]. ancestors: int64 [W, M], from the token itself
-    upwards, -1 where there is none. reads: in the same order, W of them.
+    Example:
+        >>> why_not_triton(torch.zeros(1, 2, 3), 4)
+        'not on a CUDA device'
     """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "pytorch"):
+        raise ValueError(f"tree_causal_conv1d: {VARIABLE} is {asked!r}, and may be 'pytorch'")
+    if asked:
+        return "pytorch was asked for"
+    if not x.is_cuda:
+        return "not on a CUDA device"
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{x.dtype} is not summed in fp32"
+    if taps > MOST_TAPS:
+        return f"{taps} taps: at most {MOST_TAPS} fit in registers"
+    return _why_not_device(x.device)
 
-    tokens: int
-    subtree_end: Tensor
-    odd: Tensor
-    ancestors: Tensor
-    reads: tuple[_Reads, ...]
+
+@lru_cache(maxsize=64)
+def _why_not_device(device: torch.device) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor} is below 8.0" if major < 8 else ""
 
 
-_kept: TreeCache[_Tables] = TreeCache(capacity=16)
-
-
-def _tables(x: Tensor, weight: Tensor, bias: Tensor | None, subtree_end: Tensor, segments: Tensor) -> _Tables:
+def _tables(
+    x: Tensor, weight: Tensor, bias: Tensor | None, subtree_end: Tensor, segments: Tensor, activation: str
+) -> ConvTables:
     channels, taps = weight.shape
     if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] != channels or taps < 1:
         raise ValueError(f"tree_causal_conv1d: x of shape {x.shape} for weights {weight.shape}")
     if bias is not None and bias.shape != (channels,):
         raise ValueError(f"tree_causal_conv1d: bias of shape {bias.shape} for {channels} channels")
-    made = _kept.get(
-        [segments], lambda: _build(segments.numpy(), taps, x.device), device=x.device, options=taps
-    )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"tree_causal_conv1d: no activation {activation!r}, there are {ACTIVATIONS}")
+    made = conv_tables(segments, taps, x.device)
     if made.tokens != x.shape[2] or subtree_end.shape != (made.tokens,):
         raise ValueError(f"tree_causal_conv1d: a table of {made.tokens} tokens for x of shape {x.shape}")
     if not subtree_end.is_cuda and not torch.equal(subtree_end.int(), made.subtree_end):
@@ -71,32 +99,28 @@ def _tables(x: Tensor, weight: Tensor, bias: Tensor | None, subtree_end: Tensor,
     return made
 
 
-def _build(segments: Array, taps: int, device: torch.device) -> _Tables:
-    tree = RolloutTree.from_segments(segments)
-    number = np.arange(tree.n)
-    above = np.r_[tree.parent.astype(np.int64), -1]  # the last one: nothing is above nothing
-    ancestors, odd = [number], np.zeros(tree.n, np.bool_)
-    for j in range(1, taps):
-        ancestors.append(above[ancestors[-1]])
-        odd |= ancestors[-1] != np.maximum(number - j, -1)
-    where = np.flatnonzero(odd)
-    found = np.stack(ancestors)[:, where]
+def _rows(x: Tensor) -> Tensor:
+    """[N, C] with channels adjacent, of a [1, C, N]: a view where that is how it lies in memory."""
+    rows = x[0].t()
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
-    def tensor(values: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
 
-    reads = []
-    for tap in found:
-        order = np.argsort(tap, kind="stable")
-        readers = order[np.searchsorted(tap[order], 0) :]
-        tokens, counts = np.unique(tap[readers], return_counts=True)
-        reads.append(_Reads(tensor(tokens), tensor(np.r_[0, np.cumsum(counts)]), tensor(readers)))
-    ends = torch.from_numpy(tree.subtree_end.astype(np.int32))
-    return _Tables(tree.n, ends, tensor(where), tensor(found), tuple(reads))
+def _as_columns(rows: Tensor) -> Tensor:
+    """[1, C, N], channels adjacent, of [N, C]."""
+    return rows.contiguous().t().unsqueeze(0)
+
+
+def _new_columns(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[2], x.shape[1])).t().unsqueeze(0)
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, subtree_end: Tensor, segments_host: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    subtree_end: Tensor,
+    segments_host: Tensor,
+    activation: str = "",
 ) -> Tensor:
     """Convolve each token with its W - 1 nearest ancestors, channel by channel; absent ones are zero.
 
@@ -106,13 +130,15 @@ def _forward(
         bias: [C] or None.
         subtree_end: int32 [N]; every packed token is an ordinary one, no leaf pad.
         segments_host: int32 [S, 4] on the CPU, rows (start, end, parent row or -1, subtree end of start).
+        activation: "" or "silu", of the sum before it is rounded.
 
     Returns:
-        [1, C, N] contiguous in x's dtype: ``bias + sum over w of weight[w] * x[ancestor W-1-w]``, summed in fp32
-        (fp64 for fp64). Along a single path what ``conv1d`` gives with padding W - 1, cut to N.
+        [1, C, N] in x's dtype, channels adjacent in memory, as the layers around it read and write them:
+        ``bias + sum over w of weight[w] * x[ancestor W-1-w]``, summed in fp32 (fp64 for fp64). Along a single path what
+        ``conv1d`` gives with padding W - 1, cut to N.
 
     Raises:
-        ValueError: shapes that disagree, a table of another tree, or leaf pads.
+        ValueError: shapes that disagree, an unknown activation, a table of another tree, or leaf pads.
 
     Example:
         >>> table = torch.tensor([[0, 2, -1, 4], [2, 3, 0, 3], [3, 4, 0, 4]], dtype=torch.int32)
@@ -124,7 +150,19 @@ def _forward(
     Notes:
         Under autocast x, weight and bias are cast to the ambient dtype, as for ``conv1d``.
     """
-    tables = _tables(x, weight, bias, subtree_end, segments_host)
+    tables = _tables(x, weight, bias, subtree_end, segments_host, activation)
+    if not why_not_triton(x, weight.shape[1]):
+        from treecompile.runtime.kernels import causal_conv as kernels
+
+        return kernels.forward(_rows(x), weight, bias, tables, activation).t().unsqueeze(0)
+    out = _convolved(x, weight, bias, tables)
+    if activation == "silu":
+        out = F.silu(out)
+    return _as_columns(out.to(x.dtype).t())
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, tables: ConvTables) -> Tensor:
+    """[C, N]: the sums before the activation, not rounded."""
     dtype = accumulation_dtype(x.dtype)
     values, weights = x[0].to(dtype), weight.to(dtype)
     start = torch.zeros_like(weights[:, :1]) if bias is None else bias.to(dtype).unsqueeze(1)
@@ -136,7 +174,7 @@ def _forward(
         for j, ancestors in enumerate(tables.ancestors):
             apart.addcmul_(_read(values, ancestors), weights[:, -1 - j, None])
         out.index_copy_(1, tables.odd, apart)
-    return out.to(x.dtype).contiguous().unsqueeze(0)
+    return out
 
 
 def _taps(weights: Tensor, tokens: int) -> list[tuple[int, Tensor]]:
@@ -150,7 +188,7 @@ def _read(values: Tensor, ancestors: Tensor) -> Tensor:
 
 
 def _forward_fake(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape)
+    return _new_columns(x)
 
 
 def _backward(
@@ -160,20 +198,33 @@ def _backward(
     bias: Tensor | None,
     subtree_end: Tensor,
     segments_host: Tensor,
+    activation: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias (empty without bias) of `tree_causal_conv1d`.
 
     Args:
         grad: [1, C, N].
-        x, weight, bias, subtree_end, segments_host: as there.
+        x, weight, bias, subtree_end, segments_host, activation: as there.
 
     Returns:
-        contiguous tensors of the arguments' shapes and dtypes, summed in fp32 (fp64) and in fixed order.
+        tensors of the arguments' shapes and dtypes, that of x with channels adjacent, the others contiguous; summed in
+        fp32 (fp64) and in fixed order.
     """
-    tables = _tables(x, weight, bias, subtree_end, segments_host)
+    tables = _tables(x, weight, bias, subtree_end, segments_host, activation)
+    if not why_not_triton(x, weight.shape[1]):
+        from treecompile.runtime.kernels import causal_conv as kernels
+
+        given = (_rows(grad), _rows(x), weight, bias)
+        rows, by_weight, by_bias = kernels.backward(*given, tables, activation)
+        dbias = x.new_empty((0,)) if bias is None else by_bias.to(bias.dtype)
+        return rows.t().unsqueeze(0), by_weight.to(weight.dtype).contiguous(), dbias
     dtype = accumulation_dtype(x.dtype)
     g, values, weights = grad[0].to(dtype), x[0].to(dtype), weight.to(dtype)
-    dbias = x.new_zeros((0,)) if bias is None else g.sum(1).to(bias.dtype)
+    if activation == "silu":
+        pre = _convolved(x, weight, bias, tables)
+        s = pre.sigmoid()
+        g = g * (s * (1 + pre * (1 - s)))
+    dbias = x.new_empty((0,)) if bias is None else g.sum(1).to(bias.dtype)
     even = g.index_fill(1, tables.odd, 0) if tables.odd.shape[0] else g
     dx, dweight = even * weights[:, -1:], torch.zeros_like(weights)
     dweight[:, -1] = torch.einsum("cn,cn->c", even, values)
@@ -188,14 +239,14 @@ def _backward(
             dweight[:, -1 - j] += torch.einsum("cn,cn->c", apart, _read(values, ancestors))
             summed = segment_sum(rows, reads.offsets, reads.readers)
             dx.index_add_(1, reads.tokens, summed.t() * weights[:, -1 - j, None])
-    return dx.to(x.dtype).contiguous().unsqueeze(0), dweight.to(weight.dtype), dbias
+    return _as_columns(dx.to(x.dtype).t()), dweight.to(weight.dtype), dbias
 
 
 def _backward_fake(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dbias = x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
+    return _new_columns(x), weight.new_empty(weight.shape), dbias
 
 
 tree_causal_conv1d = define(f"tree_causal_conv1d({_ARGUMENTS}) -> Tensor", _forward, _forward_fake)
@@ -209,22 +260,25 @@ register_autocast(tree_causal_conv1d_backward, cast=())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:5])
+    ctx.activation = inputs[5]
 
 
 def _grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = tree_causal_conv1d_backward(grad, *ctx.saved_tensors)
-    return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None, None
+    dx, dweight, dbias = tree_causal_conv1d_backward(grad, *ctx.saved_tensors, ctx.activation)
+    return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None, None, None
 
 
 torch.library.register_autograd("treecompile::tree_causal_conv1d", _grads, setup_context=_save)
 
 
-def tree_causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None, parent: list[int]) -> Tensor:
+def tree_causal_conv1d_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parent: list[int], activation: str = ""
+) -> Tensor:
     """The convolution token by token, in plain PyTorch: the specification; differentiable.
 
     Args:
-        x, weight, bias: as for `tree_causal_conv1d`.
+        x, weight, bias, activation: as for `tree_causal_conv1d`.
         parent: [N] packed token above each, -1 for roots.
 
     Returns:
@@ -245,5 +299,5 @@ def tree_causal_conv1d_reference(x: Tensor, weight: Tensor, bias: Tensor | None,
             if at >= 0:
                 total = total + weights[:, w] * values[:, at]
                 at = parent[at]
-        outs.append(total)
+        outs.append(F.silu(total) if activation == "silu" else total)
     return torch.stack(outs, 1).to(x.dtype).unsqueeze(0) if outs else x[:, :, :0]
