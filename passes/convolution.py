@@ -3,7 +3,8 @@
     conv1d(x, w, b, padding=W - 1)[..., :T]           zeros on both sides, the end cut off
     conv1d(pad(x, (W - 1, 0)), w, b)                  zeros before the first token
 
-both with stride and dilation one and a filter of its own for each channel, become `treecompile::causal_conv1d`.
+both with stride and dilation one and a filter of its own for each channel, become `treecompile::causal_conv1d`. A SiLU
+that is all that reads one becomes its activation.
 The captured graph, which the dense run compiles, keeps what was written.
 """
 
@@ -22,6 +23,9 @@ from treecompile.passes.rule import value_of
 __all__ = ["name_convolutions"]
 
 aten = torch.ops.aten
+CONVOLUTION = torch.ops.treecompile.causal_conv1d.default
+# What a function of single values may be moved across.
+_MOVES = {aten.transpose.int, aten.permute.default}
 
 
 def name_convolutions(gm: fx.GraphModule) -> None:
@@ -38,6 +42,7 @@ def name_convolutions(gm: fx.GraphModule) -> None:
                 for user in list(node.users):
                     if _cuts_end(user, node):
                         _write(gm, user, node.args[0], node)
+    _take_in_activations(gm)
     gm.recompile()
 
 
@@ -80,10 +85,39 @@ def _cuts_end(user: fx.Node, conv: fx.Node) -> bool:
 def _write(gm: fx.GraphModule, node: fx.Node, x: fx.Node, conv: fx.Node) -> None:
     with gm.graph.inserting_before(node):
         args = (x, conv.args[1], arg(conv, 2, "bias"))
-        new = gm.graph.call_function(torch.ops.treecompile.causal_conv1d.default, args)
+        new = gm.graph.call_function(CONVOLUTION, args)
     new.meta = {**conv.meta, "val": node.meta["val"]}
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
     for unused in (conv, *conv.all_input_nodes[:1]):
         if unused is not node and not unused.users and unused.op == "call_function":
             gm.graph.erase_node(unused)
+
+
+def _take_in_activations(gm: fx.GraphModule) -> None:
+    """Make the SiLU of a convolution part of it, where nothing reads the values between.
+
+    Both must be of one checkpoint region (and annotated alike), and gradients recorded for both or for neither.
+    """
+    recorded: dict[fx.Node, Any] = {}
+    mode = None
+    for node in gm.graph.nodes:
+        mode = node.args[0] if node.target is torch._C._set_grad_enabled else mode
+        recorded[node] = mode
+    for node in list(gm.graph.nodes):
+        reader = _only_reader(node) if node.target is CONVOLUTION else None
+        while reader is not None and reader.target in _MOVES:
+            reader = _only_reader(reader)
+        if (
+            reader is not None
+            and reader.target is aten.silu.default
+            and recorded[reader] == recorded[node]
+            and reader.meta.get("custom") == node.meta.get("custom")
+        ):
+            node.args = (*node.args[:3], "silu")
+            reader.replace_all_uses_with(reader.args[0])
+            gm.graph.erase_node(reader)
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -515,7 +515,8 @@ class Emitter:
         )
         weight = self.call(aten.squeeze.dim, (weight, 1), node)
         tree = (self.tree("chain_end"), self.tree("chain_segments"))
-        return self.call(ops.tree_causal_conv1d.default, (x, weight, bias, *tree), node)
+        args = (x, weight, bias, *tree, arg(node, 3, "activation", ""))
+        return self.call(ops.tree_causal_conv1d.default, args, node)
 
 
 def _replace(site: AttentionSite, **changes: Any) -> AttentionSite:

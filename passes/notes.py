@@ -14,6 +14,7 @@ from torch import fx
 from treecompile.passes.axes import Dim, resolve
 from treecompile.passes.heads import CHUNK_BYTES, Head
 from treecompile.passes.kinds import Kinds
+from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import Reason, name_of, user_line
 from treecompile.passes.rule import value_of
 from treecompile.passes.values import Kind
@@ -227,7 +228,8 @@ def _after(kinds: Kinds, node: fx.Node, form: str) -> str:
         packed, grid = (shape_text(kinds, x, packed=p) for p in (True, False))
         return f"gather_expand  one entry per position from {packed}, no {grid}"
     if form in ("recurrence", "convolution"):
-        return f"{_LABELS[form]}  {shape}"
+        activation = arg(node, 3, "activation", "") if form == "convolution" else ""
+        return f"{_LABELS[form]}  {shape}" + (f"  and {activation}" if activation else "")
     if form == "weighted":
         return f"sum weighted by multiplicity  {shape}"
     if form == "take":

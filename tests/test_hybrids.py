@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import treecompile
 from tests import law
 from tests.models import HYBRIDS, VOCAB
 from tests.test_leaves import Recorder, run_fresh
@@ -586,6 +588,69 @@ def test_trap(name: str) -> None:
             _toy(middle), given.ids, None if pad == "none" else given.mask,
             expect=expect, kept=None if pad == "none" else given.kept, tolerance=1e-4 if recurrent else 1e-10,
         )  # fmt: skip
+
+
+# ---- the activation of a convolution ----
+
+
+def _activated_before_transposing(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    x = F.pad(h.transpose(1, 2), (W - 1, 0))
+    return F.silu(F.conv1d(x, self.filter, self.bias, groups=12), inplace=True).transpose(1, 2)
+
+
+def _read_twice(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    x = convolved(self, h)
+    return F.silu(x) + x
+
+
+def _without_gradients(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    x = convolved(self, h)
+    with torch.no_grad():
+        return F.silu(x)
+
+
+def _outside_of_the_region(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    return F.silu(checkpoint(lambda x: convolved(self, x), h, use_reentrant=False))
+
+
+def _inside_of_the_region(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+    x: Tensor = checkpoint(lambda x: F.silu(convolved(self, x)), h, use_reentrant=False)
+    return x
+
+
+# name: (whether the op computes it, what a model writes)
+ACTIVATED: dict[str, tuple[bool, Middle]] = {
+    "silu": (True, lambda s, h, m: F.silu(convolved(s, h, biased=True))),
+    "before it is transposed": (True, _activated_before_transposing),
+    "in a checkpoint": (True, _inside_of_the_region),
+    "read twice": (False, _read_twice),
+    "another function": (False, lambda s, h, m: F.gelu(convolved(s, h))),
+    "another step between": (False, lambda s, h, m: F.silu(2 * convolved(s, h))),
+    "without gradients": (False, _without_gradients),
+    "outside of the checkpoint": (False, _outside_of_the_region),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_what_a_convolution_takes_in(name: str) -> None:
+    taken, middle = ACTIVATED[name]
+    toy, ids = _toy(middle), law.batch(pad="none").ids
+    with law.as_written():
+        law.check(toy, ids, expect="packed", tolerance=1e-10)
+    report = treecompile.explain(toy, ids)
+    assert report.rewritten["tree_causal_conv1d"] == 1
+    assert ("  and silu" in str(report)) == taken
+    assert ("'silu')" in report["packed"]) == taken
+    written = not taken and name != "another function"
+    assert ("aten.silu" in report["packed"]) == written
+
+
+@pytest.mark.parametrize(("name", "layers"), [("qwen3_5", 1), ("mamba2", 2)])
+def test_models_whose_convolutions_are_activated(name: str, layers: int) -> None:
+    report = treecompile.explain(HYBRIDS[name].build(), **batch("left"), use_cache=False)
+    assert report.rewritten["tree_causal_conv1d"] == layers
+    assert "  and silu" in str(report)
+    assert report["packed"].count("'silu')") == layers
 
 
 class Convolutions(nn.Module):

@@ -68,6 +68,7 @@ _CONVOLVED = [
     call(tokens("B F T"), weight("F 1 2"), weight("F")),
     call(tokens("B F T"), weight("F 1 3"), None),
     call(tokens("B F T"), weight("F 1 1"), None),
+    call(tokens("B F T"), weight("F 1 2"), weight("F"), "silu"),
     call(tokens("B T F"), weight("T 1 2"), None),
     call(tokens("T F B"), weight("F 1 2"), None),
 ]

@@ -14,23 +14,26 @@ from treecompile.runtime.ops.registry import LIBRARY
 __all__ = ["causal_conv1d"]
 
 
-def _causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "") -> Tensor:
     """Each token reads itself and the W - 1 tokens before it; zeros before the first.
 
     Args:
         x: ``[B, C, T]``.
         weight: ``[C, 1, W]``, the last tap for the token itself.
         bias: ``[C]`` or None.
+        activation: "" or "silu", of the result.
 
     Returns:
         ``[B, C, T]``.
     """
     out = F.conv1d(x, weight, bias, padding=weight.shape[-1] - 1, groups=weight.shape[0])
-    return out[..., : x.shape[-1]]
+    out = out[..., : x.shape[-1]]
+    return F.silu(out) if activation == "silu" else out
 
 
 LIBRARY.define(
-    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    'causal_conv1d(Tensor x, Tensor weight, Tensor? bias, str activation="") -> Tensor',
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.impl("causal_conv1d", _causal_conv1d, "CompositeImplicitAutograd")
 causal_conv1d = torch.ops.treecompile.causal_conv1d.default
