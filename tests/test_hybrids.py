@@ -77,7 +77,9 @@ def outcome(
     picked = ids.roll(1, 1)[:, -logits.shape[1] :, None]
     found = logits.float().log_softmax(-1).gather(-1, picked)[..., 0]
     weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
-    weight = (weight.to(ids.device) * inputs.get("attention_mask", torch.ones_like(ids)))[:, -logits.shape[1] :]
+    weight = (weight.to(ids.device) * inputs.get("attention_mask", torch.ones_like(ids)))[
+        :, -logits.shape[1] :
+    ]
     (found * weight).sum().backward()
     kept = torch.where(weight != 0, found, 0.0)
     return kept.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
