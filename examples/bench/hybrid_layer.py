@@ -83,11 +83,11 @@ def cases(options: argparse.Namespace) -> list[Case]:
         root = draw.integers(3, 4096, shared)
         return [np.concatenate([root, draw.integers(3, 4096, 8192 - shared)]) for _ in range(4)]
 
-    made = [Case("2.29x", rows(6153), 4), Case("1.00x", rows(0), 4)]
+    made = [Case("2.29x", rows(6153), 4)]
     if options.rollouts:
         read, _ = read_rollouts(options.rollouts, max_rows=1024, max_tokens=1 << 20)
         made.append(Case("file", [np.asarray(r.input_ids) % 4096 for r in read], options.microbatch))
-    return made
+    return [*made, Case("1.00x", rows(0), 4)]
 
 
 Run = Callable[[], None]
@@ -118,6 +118,19 @@ def medians(runs: dict[str, Run], repeats: int) -> dict[str, list[float]]:
         for name, run in runs.items():
             times[name].append(1e3 * seconds_of(run, time.perf_counter))
     return times
+
+
+def kernels_of(run: Run, most: int = 16) -> str:
+    """The GPU kernels that take longest, in ms."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    found = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)[:most]
+    return ", ".join(
+        f"{event.key[:44]} {event.self_device_time_total / 1e3:.2f} x{event.count}" for event in found
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reset_peak()
             runs[name]()
             print(f"  {name:22} peak {peak():.2f} GiB")
+            if options.profile:
+                print(f"  {name:22} {kernels_of(runs[name])}")
         dense = statistics.median(times["dense"])
         calls = -(-rows // case.microbatch)
         chained = calls * sum(statistics.median(taken) for taken in alone.values())
@@ -186,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--lift-guard", action="store_true", help="run fla's backward pass where fla refuses it"
     )
+    made.add_argument("--profile", action="store_true", help="print the longest kernels of both runs")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return made
 
