@@ -571,8 +571,8 @@ def scale_after_the_softcap(patch: pytest.MonkeyPatch) -> None:
     """softcap(q @ k) * scale for softcap(q @ k * scale), in both directions."""
 
     def late(real: Any, *args: Any) -> Any:
-        *first, scale, softcap, window = args
-        return real(*first, scale, softcap * scale, window)
+        *first, scale, softcap, window, vendor = args
+        return real(*first, scale, softcap * scale, window, vendor)
 
     _attention(patch, "pieces_forward", late)
     _attention(patch, "pieces_backward", late)
