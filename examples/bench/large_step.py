@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,11 @@ from treecompile.runtime.tree import RolloutTree
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser().parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     batch = batch_of(rows_of(options)).to(options.device)
     model = MODELS[options.family](options, batch.input_ids.shape[1])
-    model.to(options.device, torch.bfloat16)
+    model.to(options.device, getattr(torch, options.dtype))
     if options.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.lift_guard:
@@ -43,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = without_mask(model)
 
     def dense(function: Any) -> Any:
-        return torch.compile(function, dynamic=False)
+        # The kernels of fla break a graph; without them a dense run is one.
+        return torch.compile(function, dynamic=False, fullgraph=find_spec("fla") is None)
 
     rows, size = len(batch.lengths), options.microbatch
     steps = {
@@ -136,6 +140,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--hidden", type=int, default=2048, help="a multiple of 256")
     made.add_argument("--vocab", type=int, default=32768, help="ids are taken modulo this")
+    made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    made.add_argument("--threads", type=int, help="of the CPU")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return made
 
