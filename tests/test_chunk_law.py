@@ -20,7 +20,7 @@ from tests.strategies import Case, cases
 from tests.test_chunks import NAMED, build, from_rows
 from treecompile.runtime.chunks import chunk_plan
 from treecompile.runtime.errors import OptionError
-from treecompile.runtime.ops.chunk_reference import ChunkResult, gated_delta_rule_chunks
+from treecompile.runtime.ops.chunk_reference import ChunkResult, recurrence_in_chunks
 from treecompile.runtime.ops.chunk_rounds import run_rounds
 from treecompile.runtime.rounds import States
 from treecompile.runtime.tree import RolloutTree
@@ -29,25 +29,38 @@ H, G, D, V = 2, 1, 4, 3
 ATOL = 1e-10
 
 
-def inputs(tokens: int, seed: int = 0) -> list[Tensor]:
-    """Random q, k, v, gate, beta in fp64, keys of unit length."""
+# What the linear attentions of models are: a decay per channel, the delta rule.
+FORMS = {"gated delta rule": (False, True), "KDA": (True, True), "SSD": (False, False), "GLA": (True, False)}
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def inputs(tokens: int, form: str = "gated delta rule", seed: int = 0) -> list[Tensor]:
+    """Random q, k, v, gate and, for the delta rule, beta in fp64, keys of unit length."""
+    vector, delta = FORMS[form]
     g = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(tokens, G, D, generator=g, dtype=torch.float64) for _ in range(2))
     v = torch.randn(tokens, H, V, generator=g, dtype=torch.float64)
-    gate = -torch.rand(tokens, H, generator=g, dtype=torch.float64)
-    beta = torch.rand(tokens, H, generator=g, dtype=torch.float64)
-    return [x.requires_grad_() for x in (q, k / k.norm(dim=-1, keepdim=True), v, gate, beta)]
+    gate = -torch.rand(tokens, H, *([D] if vector else []), generator=g, dtype=torch.float64)
+    beta = [torch.rand(tokens, H, generator=g, dtype=torch.float64)] if delta else []
+    return [x.requires_grad_() for x in (q, k / k.norm(dim=-1, keepdim=True), v, gate, *beta)]
+
+
+def chunks(x: Sequence[Tensor], *args: Tensor, chunk: int) -> ChunkResult:
+    """`recurrence_in_chunks` of inputs with or without beta."""
+    return recurrence_in_chunks(*x[:4], x[4] if len(x) > 4 else None, *args, chunk=chunk)
 
 
 def slow(x: Sequence[Tensor], initial: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The recurrence token by token: outputs, and the state after every token."""
-    q, k, v, gate, beta = x
+    q, k, v, gate = x[:4]
     state, outs, states = initial, [], []
     for t in range(len(v)):
         key, query = (y[t].repeat_interleave(H // G, dim=0) for y in (k, q))
-        state = state * gate[t].exp()[:, None, None]
-        error = v[t] - torch.einsum("hdv,hd->hv", state, key)
-        state = state + torch.einsum("h,hd,hv->hdv", beta[t], key, error)
+        state = state * gate[t].exp().view(H, -1, 1)
+        update = v[t]
+        if len(x) > 4:
+            update = x[4][t][:, None] * (update - torch.einsum("hdv,hd->hv", state, key))
+        state = state + torch.einsum("hd,hv->hdv", key, update)
         outs.append(torch.einsum("hdv,hd->hv", state, query) * D**-0.5)
         states.append(state)
     return torch.stack(outs), states
@@ -60,14 +73,15 @@ def close(actual: Tensor, expected: Tensor) -> None:
 # ---- the reference -----------------------------------------------------------------------------------------
 
 
+@each_form
 @pytest.mark.parametrize("chunk", [1, 3, 4, 16])
-def test_the_reference_equals_the_recurrence(chunk: int) -> None:
+def test_the_reference_equals_the_recurrence(chunk: int, form: str) -> None:
     sizes = [5, 1, 8, 3]
-    x = inputs(sum(sizes))
+    x = inputs(sum(sizes), form)
     g = torch.Generator().manual_seed(1)
     initial = torch.randn(len(sizes), H, D, V, generator=g, dtype=torch.float64).requires_grad_()
     offsets = torch.tensor([0, *np.cumsum(sizes).tolist()])
-    result = gated_delta_rule_chunks(*x, offsets, initial, chunk=chunk)
+    result = chunks(x, offsets, initial, chunk=chunk)
     outs, finals, boundaries = [], [], []
     for i, size in enumerate(sizes):
         begin = int(offsets[i])
@@ -88,13 +102,13 @@ def test_the_reference_equals_the_recurrence(chunk: int) -> None:
 
 def test_the_reference_in_other_dtypes_and_without_tokens() -> None:
     x = [y.detach() for y in inputs(10)]
-    exact = gated_delta_rule_chunks(*x, chunk=4)
+    exact = recurrence_in_chunks(*x, chunk=4)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        result = gated_delta_rule_chunks(*(y.to(dtype) for y in x), chunk=4)
+        result = recurrence_in_chunks(*(y.to(dtype) for y in x), chunk=4)
         assert result.out.dtype == dtype
         assert result.final.dtype == result.boundary.dtype == torch.float32
         torch.testing.assert_close(result.out.double(), exact.out, rtol=tolerance, atol=tolerance)
-    none = gated_delta_rule_chunks(*(y[:0] for y in x))
+    none = recurrence_in_chunks(*(y[:0] for y in x))
     assert [tuple(y.shape) for y in none] == [(0, H, V), (0, H, D, V), (0, H, D, V)]
 
 
@@ -102,16 +116,21 @@ def test_wrong_offsets() -> None:
     x = inputs(4)
     for wrong in ([0, 3], [1, 4], [0, 2, 2, 4], [0, 3, 2, 4]):
         with pytest.raises(OptionError, match="offsets"):
-            gated_delta_rule_chunks(*x, torch.tensor(wrong))
+            recurrence_in_chunks(*x, torch.tensor(wrong))
     with pytest.raises(OptionError, match="chunk"):
-        gated_delta_rule_chunks(*x, chunk=0)
+        recurrence_in_chunks(*x, chunk=0)
 
 
 # ---- the law -----------------------------------------------------------------------------------------------
 
 
 def law(
-    case: Case, tree: RolloutTree, chunk: int, states: States, alignment: Literal["trajectory", "branch"]
+    case: Case,
+    tree: RolloutTree,
+    chunk: int,
+    states: States,
+    alignment: Literal["trajectory", "branch"],
+    form: str = "gated delta rule",
 ) -> None:
     """Outputs, final states and gradients of rows run alone and of the tree."""
     rows = chunk_twin.trajectories(case, tree.row_index)
@@ -121,11 +140,11 @@ def law(
     plan = chunk_plan(tree, chunk, alignment=alignment, row_states=True)
     ends = [row[-1] for row in rows]
     place = {end: i for i, end in enumerate(tree._last.tolist())}
-    x = inputs(tree.n)
+    x = inputs(tree.n, form)
     zero = torch.zeros(H, D, V, dtype=torch.float64)
 
     def op(packed: Sequence[Tensor], offsets: Tensor, initial: Tensor) -> ChunkResult:
-        result = gated_delta_rule_chunks(*packed, offsets, initial, chunk=chunk)
+        result = chunks(packed, offsets, initial, chunk=chunk)
         return result if states == "boundary" else result._replace(boundary=torch.full_like(zero, torch.nan))
 
     out, final = run_rounds(plan, op, x, zero, states)
@@ -134,7 +153,7 @@ def law(
     assert bool((out[pads] == 0).all())
     tree_out = [out[torch.tensor(row)] for row in rows]
     tree_final = [final[place[end]] for end in ends]
-    dense = [gated_delta_rule_chunks(*(y[torch.tensor(row)] for y in x), chunk=chunk) for row in rows]
+    dense = [chunks([y[torch.tensor(row)] for y in x], chunk=chunk) for row in rows]
     g = torch.Generator().manual_seed(2)
     weights = [torch.randn(len(row), H, V, generator=g, dtype=torch.float64) for row in rows]
     others = [torch.randn(H, D, V, generator=g, dtype=torch.float64) for _ in rows]
@@ -161,11 +180,12 @@ def law(
     st.sampled_from([1, 2, 3, 4, 8]),
     st.sampled_from(["boundary", "final"]),
     st.sampled_from(["trajectory", "branch"]),
+    st.sampled_from(sorted(FORMS)),
 )
 def test_random_trees_obey_the_law(
-    case: Case, chunk: int, states: States, alignment: Literal["trajectory", "branch"]
+    case: Case, chunk: int, states: States, alignment: Literal["trajectory", "branch"], form: str
 ) -> None:
-    law(case, build(case), chunk, states, alignment)
+    law(case, build(case), chunk, states, alignment, form)
 
 
 @pytest.mark.parametrize("states", ["boundary", "final"])

@@ -1,17 +1,18 @@
-"""The gated delta rule in plain PyTorch, chunk by chunk: what kernels are checked against.
+"""Linear attentions in plain PyTorch, chunk by chunk, between given states: what the rounds executor is checked with.
 
 Suffixes: T tokens of a call, Q sequences, K chunks, C chunk size, H heads, G key heads (H a multiple of G), D key
 width, V value width.
 
-Per token t, with the gate a_t = exp(g_t) and the state S [D, V]:
+Per token t, with the gate a_t = exp(g_t), a number or a vector over D, and the state S [D, V]:
 
-    S <- a_t S;  S <- S + beta_t k_t (v_t - S' k_t)';  out_t = scale * S' q_t
+    S <- a_t * S;  S <- S + beta_t k_t (v_t - S' k_t)' (without beta: S + k_t v_t');  out_t = scale * S' q_t
 
-Within a chunk the updates are solved at once (the WY or UT transform): with decays d_ij = exp(g_(j+1) + ... + g_i),
-(I + L) u = beta (v - exp(g_1 + ... + g_i) S' k), L_ij = beta_i d_ij k_i'k_j for j < i.
+Within a chunk the updates u are solved at once (the WY or UT transform): with decays d_ij = exp(g_(j+1) + ... + g_i),
+(I + L) u = beta (v - S' (exp(g_1 + ... + g_i) * k)), L_ij = beta_i k_i' (d_ij * k_j) for j < i; without beta u = v.
 
 Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024, section 3.3; S. Yang et al., "Parallelizing
-Linear Transformers with the Delta Rule over Sequence Length", 2024.
+Linear Transformers with the Delta Rule over Sequence Length", 2024; Kimi Team, "Kimi Linear", 2025, section 3 (decays
+per channel); T. Dao, A. Gu, "Transformers are SSMs", 2024, section 6 (without beta).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from treecompile.runtime.errors import OptionError
 
-__all__ = ["ChunkResult", "gated_delta_rule_chunks"]
+__all__ = ["ChunkResult", "recurrence_in_chunks"]
 
 
 class ChunkResult(NamedTuple):
@@ -41,12 +42,12 @@ class ChunkResult(NamedTuple):
     boundary: Tensor
 
 
-def gated_delta_rule_chunks(
+def recurrence_in_chunks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     gate: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     offsets: Tensor | None = None,
     initial: Tensor | None = None,
     *,
@@ -58,8 +59,8 @@ def gated_delta_rule_chunks(
     Args:
         query, key: [T, G, D] floats; normalised by the caller if the model does so.
         value: [T, H, V].
-        gate: [T, H] logarithm of the decay, <= 0.
-        beta: [T, H].
+        gate: [T, H] logarithm of the decay, <= 0; [T, H, D] for a decay per channel.
+        beta: [T, H] for the delta rule, else None.
         offsets: int64 [Q + 1], where sequences begin: ascending from 0 to T, none empty. None is one sequence.
         initial: [Q, H, D, V]; None is zero.
         chunk: C; chunks are counted from the start of each sequence, the last one may be partial.
@@ -73,13 +74,13 @@ def gated_delta_rule_chunks(
 
     Example:
         >>> one = torch.ones(3, 1, 1, dtype=torch.float64)
-        >>> result = gated_delta_rule_chunks(one, one, one, 0 * one[..., 0], one[..., 0] / 2, chunk=2)
+        >>> result = recurrence_in_chunks(one, one, one, 0 * one[..., 0], one[..., 0] / 2, chunk=2)
         >>> result.out.flatten().tolist(), result.boundary.flatten().tolist(), result.final.item()
         ([0.5, 0.75, 0.875], [0.75, 0.875], 0.875)
 
     Notes:
         Work inside of chunks runs over all chunks at once; the states take one step per chunk of the longest
-        sequence, for all sequences at once.
+        sequence, for all sequences at once. Decays per channel take [C, C, D] numbers a chunk and head.
     """
     total, heads = value.shape[:2]
     bounds = [0, *([total] if total else [])] if offsets is None else offsets.tolist()
@@ -107,22 +108,32 @@ def gated_delta_rule_chunks(
         return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
 
     q = chunked(query) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    k, v, b = chunked(key), chunked(value), chunked(beta).unsqueeze(-1)
-    decay = chunked(gate).cumsum(-1)
-    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
-    lower = (b * k) @ k.transpose(-1, -2) * between
-    solved = torch.linalg.solve_triangular(
-        lower.tril(-1) + torch.eye(chunk, dtype=dtype, device=device),
-        torch.cat([b * v, b * decay.exp().unsqueeze(-1) * k], dim=-1),
-        upper=False,
-        unitriangular=True,
-    )
-    own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    inner = q @ k.transpose(-1, -2) * between
-    outer = q * decay.exp().unsqueeze(-1)
-    leaving = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
-    remains = decay[..., -1].exp()[..., None, None]
+    k, v = chunked(key), chunked(value)
+    # [K, H, C, 1], or D in place of 1.
+    decay = chunked(gate if gate.dim() == 3 else gate.unsqueeze(-1)).cumsum(-2)
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril().unsqueeze(-1)
+    between = (decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(~causal, -torch.inf).exp()
+
+    def products(x: Tensor) -> Tensor:
+        """[K, H, C, C] `x_i' (d_ij * k_j)`."""
+        if between.shape[-1] == 1:
+            return x @ k.transpose(-1, -2) * between.squeeze(-1)
+        return torch.einsum("...id,...ijd,...jd->...ij", x, between, k)
+
+    own, seen = v, None
+    if beta is not None:
+        b = chunked(beta).unsqueeze(-1)
+        solved = torch.linalg.solve_triangular(
+            (b * products(k)).tril(-1) + torch.eye(chunk, dtype=dtype, device=device),
+            torch.cat([b * v, b * decay.exp() * k], dim=-1),
+            upper=False,
+            unitriangular=True,
+        )
+        own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inner = products(q)
+    outer = q * decay.exp()
+    leaving = k * (decay[..., -1:, :] - decay).exp()
+    remains = decay[..., -1, :].exp().unsqueeze(-1)
 
     shape = (len(sizes), heads, key.shape[-1], value.shape[-1])
     state = value.new_zeros(shape, dtype=dtype) if initial is None else initial.to(dtype)
@@ -134,7 +145,7 @@ def gated_delta_rule_chunks(
         active = [active[i] for i in going]
         state = state[torch.tensor(going, device=device)]
         now = torch.tensor([first[sequence] + step for sequence in active], device=device)
-        update = own[now] - seen[now] @ state
+        update = own[now] if seen is None else own[now] - seen[now] @ state
         outs.append(outer[now] @ state + inner[now] @ update)
         state = remains[now] * state + leaving[now].transpose(-1, -2) @ update
         states.append(state)
