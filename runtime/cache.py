@@ -6,6 +6,7 @@ import threading
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,8 +33,9 @@ class _Entry(Generic[V]):
 class TreeCache(Generic[V]):
     """Values (trees, plans, device tensors) by the contents of the arrays they were built from.
 
-    A fingerprint of a few samples only says where to look: an entry is used after all its contents were
-    compared, on the arrays' own device. Copies are kept, so the caller may write into the arrays afterwards.
+    An entry is used after all its contents were compared, on the arrays' own device. Of arrays on a device, where a
+    comparison waits for it, a fingerprint of a few samples says where to look. Copies are kept, so the caller may
+    write into the arrays afterwards.
     Least recently used entries leave first. Thread-safe; a value is built once, under the lock.
 
     Args:
@@ -117,24 +119,35 @@ def _form(array: Content) -> Hashable:
 
 
 def _fingerprint(array: Content) -> int:
-    """Checksum of samples spread over rows and columns: cheap, and never taken for equality."""
-    if array is None or 0 in array.shape:
+    """Checksum of samples spread over rows and columns: cheap, and never taken for equality. 0 on the host."""
+    if not isinstance(array, torch.Tensor) or array.device.type == "cpu" or 0 in array.shape:
         return 0
-    count = int(np.prod(array.shape))
-    at = np.unique(np.linspace(0, count - 1, _SAMPLES).astype(np.int64))
-    index = np.unravel_index(at, tuple(array.shape))
-    if isinstance(array, torch.Tensor):
-        where = tuple(torch.from_numpy(i).to(array.device) for i in index)
-        return zlib.crc32(array.detach()[where].cpu().numpy().tobytes())
-    return zlib.crc32(np.ascontiguousarray(array[index]).tobytes())
+    samples = array.detach()[_sampled(tuple(array.shape), array.device)]
+    return zlib.crc32(samples.cpu().numpy().tobytes())
+
+
+@lru_cache(maxsize=64)
+def _sampled(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Where the samples of arrays of a shape are: an index by dim, on the device."""
+    at = np.unique(np.linspace(0, int(np.prod(shape)) - 1, _SAMPLES).astype(np.int64))
+    return tuple(torch.from_numpy(i).to(device) for i in np.unravel_index(at, shape))
 
 
 def _equal(old: Content, new: Content) -> bool:
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.device.type != "cpu":
         return torch.equal(old, new)
-    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
-        return bool(np.array_equal(old, new))
-    return old is None and new is None
+    if old is None or new is None:
+        return old is new
+    # Not by torch: on the host it wakes threads for small arrays, and waits for them.
+    return bool(np.array_equal(_on_host(old), _on_host(new)))
+
+
+def _on_host(array: Array | torch.Tensor) -> Array:
+    if isinstance(array, torch.Tensor):
+        # numpy has no bfloat16; its bits are compared, which tells more apart.
+        array = array.detach()
+        return (array.view(torch.int16) if array.dtype == torch.bfloat16 else array).numpy()
+    return array
 
 
 def _copy(array: Content) -> Content:

@@ -17,14 +17,13 @@ most log2(N) of them when the largest child comes first, so a path is a few *run
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from treecompile.runtime.cache import TreeCache
 from treecompile.runtime.ops.attention_plan import STEP_ANY, STEP_ONE
 
 __all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "tree_tables"]
@@ -120,8 +119,7 @@ class TreeTables:
         return self.subtree_end.shape[0]
 
 
-_kept: OrderedDict[Any, TreeTables] = OrderedDict()
-_lock = threading.Lock()
+_kept: TreeCache[TreeTables] = TreeCache(capacity=KEPT)
 
 
 def tree_tables(segments: Tensor, segments_host: Tensor, subtree_end: Tensor, step: int) -> TreeTables:
@@ -136,17 +134,13 @@ def tree_tables(segments: Tensor, segments_host: Tensor, subtree_end: Tensor, st
     Returns:
         The tables.
     """
-    key = segments_host.numpy().tobytes(), subtree_end.device, subtree_end.shape[0], step
-    with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key]
-    made = _make_tables(segments.to(subtree_end.device), subtree_end, step)
-    with _lock:
-        _kept[key] = made
-        while len(_kept) > KEPT:
-            _kept.popitem(last=False)
-    return made
+    device = subtree_end.device
+    return _kept.get(
+        [segments_host],
+        lambda: _make_tables(segments.to(device), subtree_end, step),
+        device=device,
+        options=(subtree_end.shape[0], step),
+    )
 
 
 def _make_tables(segments: Tensor, subtree_end: Tensor, step: int) -> TreeTables:
