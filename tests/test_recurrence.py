@@ -504,6 +504,9 @@ def test_convolution_contracts(bias: bool, activation: str) -> None:
     arguments = (strided, *plain[1:], *tables(tree))
     torch.library.opcheck(tree_causal_conv1d, arguments, test_utils="test_faketensor")
     torch.library.opcheck(tree_causal_conv1d_backward, (strided, *arguments), test_utils="test_faketensor")
+    # A weight that is a transposed view: its gradient is contiguous nevertheless, as compilers are told.
+    transposed = (strided, strided, plain[1].t().contiguous().t(), plain[2], *tables(tree), activation)
+    torch.library.opcheck(tree_causal_conv1d_backward, transposed, test_utils="test_faketensor")
     out = tree_causal_conv1d(strided, *plain[1:], *tables(tree))
     assert out.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(out, tree_causal_conv1d(*plain, *tables(tree)), rtol=ATOL, atol=ATOL)

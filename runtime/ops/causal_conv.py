@@ -226,7 +226,7 @@ def _backward(
         g = g * (s * (1 + pre * (1 - s)))
     dbias = x.new_empty((0,)) if bias is None else g.sum(1).to(bias.dtype)
     even = g.index_fill(1, tables.odd, 0) if tables.odd.shape[0] else g
-    dx, dweight = even * weights[:, -1:], torch.zeros_like(weights)
+    dx, dweight = even * weights[:, -1:], weights.new_zeros(weights.shape)
     dweight[:, -1] = torch.einsum("cn,cn->c", even, values)
     for j, tap in _taps(weights, tables.tokens):
         above = slice(0, tables.tokens - j)
