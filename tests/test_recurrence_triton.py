@@ -6,6 +6,7 @@ its own.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -167,6 +168,33 @@ def check(
         assert error(a, d) <= bound, (name, form, dtype, what, error(a, d), error(c, d))
 
 
+def check_mixed_dtypes(device: str) -> None:
+    """Queries or keys may be wider than the values, in whose precision the kernels compute."""
+    tree = RolloutTree.from_rows(ROWS["short"]())
+    exact = [y.detach().to(device).half().double() for y in INTERPRETED["one"].inputs(tree.n)]
+    grad = torch.ones_like(exact[2])
+    with by_kernels("pytorch"):
+        wanted = outcome(exact, grad, tree, 64)
+    for dtypes in itertools.product([torch.float16, torch.float64], [torch.float32, torch.float64]):
+        x = [y.to(dtype) for y, dtype in zip(exact, (*dtypes, *[torch.float32] * 3), strict=True)]
+        with by_kernels():
+            found = outcome(x, grad.float(), tree, 64)
+        for a, b, like in zip(found, wanted, [x[2], *x], strict=True):
+            assert a.dtype == like.dtype
+            assert error(a, b) <= 2 * torch.finfo(a.dtype).eps + 16 * 2e-6
+
+
+def check_a_gate_that_is_no_number(device: str) -> None:
+    """NaN is no decay of zero: a run that has gone wrong must not look well."""
+    tree = RolloutTree.from_rows(ROWS["short"]())
+    x = [y.detach().to(device).float() for y in INTERPRETED["one"].inputs(tree.n)]
+    x[3][0, 1] = torch.nan
+    with by_kernels():
+        found = outcome(x, torch.ones_like(x[2]), tree, 64)
+    assert bool(found[0][0, 1:3].isnan().all())
+    assert all(bool(y.isnan().any()) for y in found)
+
+
 def interpret(group: str) -> None:
     """One group of cases, in the interpreter: it runs on the CPU what the device would be asked about."""
     import tests.interpreter  # noqa: F401
@@ -176,6 +204,8 @@ def interpret(group: str) -> None:
             check("forest", INTERPRETED["forest"], torch.float32, "cpu", low=-3.0, chunk=16)
             check("short", INTERPRETED["one"], torch.float16, "cpu")
             check("short", INTERPRETED["one"], torch.float32, "cpu", low=-90.0, high=-80.0, chunk=2)
+            check_mixed_dtypes("cpu")
+            check_a_gate_that_is_no_number("cpu")
         else:
             for name, form in INTERPRETED.items():
                 check(name, form, torch.float32, "cpu", low=-3.0)
@@ -266,6 +296,12 @@ def test_more_programs_than_are_resident() -> None:
         os._exit(1)
     for y in found:
         assert y.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_inputs_of_other_dtypes_and_values() -> None:
+    check_mixed_dtypes("cuda")
+    check_a_gate_that_is_no_number("cuda")
 
 
 @pytest.mark.gpu

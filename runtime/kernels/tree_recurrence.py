@@ -135,8 +135,9 @@ def prepare_kernel(
     place = block * C + row
     all_rows = row >= 0
     g = tl.load(gate + token * H + head, mask=live, other=0.0).to(tl.float32)
+    g = tl.maximum(g, lowest, propagate_nan=tl.PropagateNan.ALL)  # a gate that is no number must show
     # Differences of sums lose what the sums have in common: these are fp64, kept as a number and the rest of it.
-    total = tl.cumsum(tl.maximum(g, lowest).to(tl.float64), axis=0)
+    total = tl.cumsum(g.to(tl.float64), axis=0)
     high = total.to(tl.float32)
     low = (total - high.to(tl.float64)).to(tl.float32)
     tl.store(near + cell * C + row, high)

@@ -280,6 +280,8 @@ def _inputs(
     tables = path_tables(segments_host, chunk, v.device, alignment)
     _check_tree(tables, subtree_end)
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    # The values say the precision, and those of fp64 are not computed here.
+    dtype = torch.float32 if dtype == torch.float64 else dtype
     q, k, v = (_rows(x.to(dtype)) for x in (q, k, v))
     return Inputs(q, k, v, _rows(gate), _rows(beta), tables, scale)
 

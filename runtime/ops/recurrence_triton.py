@@ -63,9 +63,10 @@ def _why_not(k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, chunk: int
         return "a decay per channel"
     if chunk > MOST_CHUNK:
         return f"chunks of {chunk}: the longest are of {MOST_CHUNK}"
-    most = MOST_SIZE if v.element_size() == 2 else MOST_SIZE // 2
+    most = MOST_SIZE if max(k.element_size(), v.element_size()) == 2 else MOST_SIZE // 2
     if max(k.shape[3], v.shape[3]) > most:
-        return f"head sizes {k.shape[3]} and {v.shape[3]}: the largest of {v.dtype} is {most}"
+        wide = torch.promote_types(k.dtype, v.dtype)
+        return f"head sizes {k.shape[3]} and {v.shape[3]}: the largest of {wide} is {most}"
     return _unfit.get(_shape_class(k, v), "") or _why_not_device(v.device)
 
 
@@ -74,7 +75,7 @@ _unfit: dict[tuple[object, ...], str] = {}
 
 
 def _shape_class(k: Tensor, v: Tensor) -> tuple[object, ...]:
-    return v.device, v.dtype, k.shape[-1], v.shape[-1]
+    return v.device, k.dtype, v.dtype, k.shape[-1], v.shape[-1]
 
 
 def attempt(run: Callable[[], Result], k: Tensor, v: Tensor) -> Result | None:
