@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +27,25 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, _on_their_device(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"treecompile::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.treecompile, name).default
     op.__doc__ = kernel.__doc__
     return op
+
+
+def _on_their_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a kernel with the GPU of its tensors as the current one, which is where Triton launches."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        device = next((x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda), None)
+        if device is None:
+            return kernel(*args)
+        with torch.cuda.device(device):
+            return kernel(*args)
+
+    return run
 
 
 def register_autocast(op: Any, cast: tuple[int, ...]) -> None:
