@@ -122,7 +122,7 @@ class _Finder:
     def dtype(self, node: fx.Node) -> torch.dtype | None:
         """The dtype of a value, None where that is not known.
 
-        The trace does not enter an autocast that the graph enters: below one, dtypes are found step by step.
+        Below an autocast that the graph enters, it is found step by step, and None where a step is not understood.
         """
         written: torch.dtype = value_of(node).dtype
         if not any(self._autocast[n] for n in self._path(node)):

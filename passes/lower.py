@@ -7,9 +7,10 @@ fresh tensors become functional; any other mutation is refused, because the pack
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class _Inliner(fx.Interpreter):  # type: ignore[misc]
         super().__init__(gm)
         self._regions, self._tag = regions, tag
         self._node: fx.Node | None = None
+        self._outside: list[tuple[str, torch.dtype, bool]] = []
         if tag is not None:
             for node in gm.graph.nodes:
                 node.meta["custom"] = {**node.meta.get("custom", {}), REGION: tag}
@@ -79,6 +81,12 @@ class _Inliner(fx.Interpreter):  # type: ignore[misc]
                 tag = len(self._regions)
                 self._regions[tag] = dict(kwargs)
             return _Inliner(args[0], self._regions, tag).run(*args[1:])
+        # Tracing notes where an autocast begins and ends, and leaves it at that: dtypes would be those outside of it.
+        if target is torch.amp.autocast_mode._enter_autocast:
+            self._outside.append(_autocast(args[0]))
+            _set_autocast(*args)
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            _set_autocast(*self._outside.pop())
         if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "autograd_function_apply":
             raise Refusal(
                 reason_at(
@@ -91,6 +99,33 @@ class _Inliner(fx.Interpreter):  # type: ignore[misc]
                 )
             )
         return super().call_function(target, args, kwargs)
+
+
+def _autocast(device: str) -> tuple[str, torch.dtype, bool]:
+    """The autocast of a type of device, as `_set_autocast` takes it."""
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
+def _set_autocast(
+    device: str, dtype: torch.dtype | None = None, enabled: bool = True, _cached: bool | None = None
+) -> None:
+    """Arguments as of `torch.autocast`."""
+    torch.set_autocast_enabled(device, enabled)
+    if dtype is not None:
+        torch.set_autocast_dtype(device, dtype)
+
+
+@contextlib.contextmanager
+def _autocasts_kept() -> Iterator[None]:
+    """Leave the autocasts as they were, also where a trace ends within one; casts of fake weights are not kept."""
+    before, cached = [_autocast(device) for device in ("cpu", "cuda")], torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for state in before:
+            _set_autocast(*state)
 
 
 def region_of(node: fx.Node) -> int | None:
@@ -116,7 +151,7 @@ def lower(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, dic
     if mode is None:  # a graph that makes its tensors itself
         raise Refusal(no_tokens())
     regions: dict[int, dict[str, Any]] = {}
-    with preserve_node_meta(), mode, enable_python_dispatcher():
+    with preserve_node_meta(), mode, enable_python_dispatcher(), _autocasts_kept():
         lowered = make_fx(
             lambda *args: _Inliner(gm, regions).run(*args), pre_dispatch=True, _allow_non_fake_inputs=True
         )(*fakes)

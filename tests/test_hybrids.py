@@ -657,6 +657,23 @@ def test_what_a_convolution_takes_in(name: str) -> None:
     assert ("aten.silu" in report["packed"]) == written
 
 
+@pytest.mark.parametrize(("around", "inside", "dtype"), [(True, False, "f32"), (False, True, "bf16")])
+def test_a_convolution_has_the_dtype_of_the_autocast_around_it(
+    around: bool, inside: bool, dtype: str
+) -> None:
+    """Also where the graph itself begins one, or turns one off for a part that needs precision."""
+
+    def middle(self: nn.Module, h: Tensor, mask: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return F.silu(convolved(self, h.float()))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        report = treecompile.explain(_toy(middle).float(), law.batch(pad="none").ids)
+        assert torch.is_autocast_enabled("cpu") == around
+    (line,) = (line for line in report["packed"].splitlines() if "tree_causal_conv1d" in line)
+    assert line.endswith(f"# {dtype}[1, 12, N]")
+
+
 @pytest.mark.parametrize(("name", "layers"), [("qwen3_5", 1), ("mamba2", 2)])
 def test_models_whose_convolutions_are_activated(name: str, layers: int) -> None:
     report = treecompile.explain(HYBRIDS[name].build(), **batch("left"), use_cache=False)
