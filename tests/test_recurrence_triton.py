@@ -168,6 +168,35 @@ def check(
         assert error(a, d) <= bound, (name, form, dtype, what, error(a, d), error(c, d))
 
 
+def check_parts(device: str) -> None:
+    """Heads that run one after the other give the bits of those that run at once."""
+    tree = RolloutTree.from_rows(ROWS["short"]())
+    form = Form(groups=3, heads=6, d=8, v=8)
+    x = [y.detach().to(device).float() for y in form.inputs(tree.n)]
+    grad = torch.randn(x[2].shape, generator=torch.Generator().manual_seed(1)).to(device)
+    with by_kernels():
+        whole = outcome(x, grad, tree, 64)
+        with mock.patch.object(recurrence_triton, "SCRATCH_BYTES", 1), count_parts() as counted:
+            parts = outcome(x, grad, tree, 64)
+    assert counted == [3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+@contextmanager
+def count_parts() -> Iterator[list[int]]:
+    """How many parts each call had."""
+    counted: list[int] = []
+    parts = recurrence_triton.Inputs.parts
+
+    def spy(self: recurrence_triton.Inputs) -> list[slice]:
+        found = parts(self)
+        counted.append(len(found))
+        return found
+
+    with mock.patch.object(recurrence_triton.Inputs, "parts", spy):
+        yield counted
+
+
 def check_mixed_dtypes(device: str) -> None:
     """Queries or keys may be wider than the values, in whose precision the kernels compute."""
     tree = RolloutTree.from_rows(ROWS["short"]())
@@ -204,6 +233,7 @@ def interpret(group: str) -> None:
             check("forest", INTERPRETED["forest"], torch.float32, "cpu", low=-3.0, chunk=16)
             check("short", INTERPRETED["one"], torch.float16, "cpu")
             check("short", INTERPRETED["one"], torch.float32, "cpu", low=-90.0, high=-80.0, chunk=2)
+            check_parts("cpu")
             check_mixed_dtypes("cpu")
             check_a_gate_that_is_no_number("cpu")
         else:
@@ -302,6 +332,11 @@ def test_more_programs_than_are_resident() -> None:
 def test_inputs_of_other_dtypes_and_values() -> None:
     check_mixed_dtypes("cuda")
     check_a_gate_that_is_no_number("cuda")
+
+
+@pytest.mark.gpu
+def test_parts_on_the_gpu() -> None:
+    check_parts("cuda")
 
 
 @pytest.mark.gpu

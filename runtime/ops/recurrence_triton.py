@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -118,6 +118,9 @@ class Launch:
     stages: int
 
 
+# What the heads that are computed at once may take beside inputs and results. Heads do not meet, so that many blocks
+# and paths cost launches, not memory.
+SCRATCH_BYTES = 8 << 30
 # Chosen on an H200 for keys and values of 128 in bf16.
 LAUNCHES = {
     "prepare": Launch(64, 4, 1),
@@ -210,6 +213,26 @@ class Inputs:
         made = self.k.new_zeros((count * self.heads * tiles + 1,), dtype=torch.int32)
         return made[1:], made[:1]
 
+    def parts(self) -> list[slice]:
+        """Key heads that run at once, as many as `SCRATCH_BYTES` hold, at least one."""
+        tables, item, width = self.tables, self.k.element_size(), self.tables.width
+        keys, values = self.k.shape[2], self.v.shape[2]
+        states = keys * values * (2 * item * tables.blocks + 4 * (tables.paths + tables.forks))
+        rows = tables.blocks * width * (item * (keys + 3 * values + width) + 4 * keys)
+        count = max(SCRATCH_BYTES // max((states + rows) * self.heads // self.groups, 1), 1)
+        return [slice(at, min(at + count, self.groups)) for at in range(0, self.groups, count)]
+
+    def part(self, groups: slice) -> Inputs:
+        """The inputs of some key heads, and of their value heads."""
+        q, k = (x[:, groups].contiguous() for x in (self.q, self.k))
+        v, gate, beta = (x[:, self.members(groups)].contiguous() for x in (self.v, self.gate, self.beta))
+        return replace(self, q=q, k=k, v=v, gate=gate, beta=beta)
+
+    def members(self, groups: slice) -> slice:
+        """Value heads of some key heads."""
+        each = self.heads // self.groups
+        return slice(groups.start * each, groups.stop * each)
+
     def per_head(self) -> tuple[int]:
         """Grid of the kernels that run once for each block and value head."""
         return (self.tables.blocks * self.heads,)
@@ -267,6 +290,11 @@ def delta_rule_forward(x: Inputs) -> Tensor:
     Returns:
         [N, H, V] in v's dtype.
     """
+    parts = x.parts()
+    return torch.cat([_forward(x.part(part)) for part in parts], 1) if len(parts) > 1 else _forward(x)
+
+
+def _forward(x: Inputs) -> Tensor:
     from treecompile.runtime.kernels import tree_recurrence as kernels
 
     out = torch.empty_like(x.v)
@@ -285,6 +313,15 @@ def delta_rule_backward(grad: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor
         grad: [N, H, V], of v's dtype.
         x: as for `delta_rule_forward`; states are computed again.
     """
+    parts = x.parts()
+    if len(parts) == 1:
+        return _backward(grad, x)
+    found = [_backward(grad[:, x.members(part)].contiguous(), x.part(part)) for part in parts]
+    dq, dk, dv, dgate, dbeta = (torch.cat(each, 1) for each in zip(*found, strict=True))
+    return dq, dk, dv, dgate, dbeta
+
+
+def _backward(grad: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from treecompile.runtime.kernels import tree_recurrence as kernels
 
     tables, heads, groups = x.tables, x.heads, x.groups
