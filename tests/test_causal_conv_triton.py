@@ -169,7 +169,7 @@ def interpret(group: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "group", ["trees", "random", "inputs", pytest.param("children", marks=pytest.mark.slow)]
+    "group", ["trees", "inputs", *(pytest.param(g, marks=pytest.mark.slow) for g in ("random", "children"))]
 )
 def test_kernels_in_the_interpreter(group: str) -> None:
     pytest.importorskip("triton")

@@ -113,7 +113,7 @@ def test_a_family_packs(name: str) -> None:
         assert_law(HYBRIDS[name].build(), batch("ragged"))
 
 
-@pytest.mark.parametrize("alignment", ["branch", "auto"])
+@pytest.mark.parametrize("alignment", ["branch", pytest.param("auto", marks=SLOW)])
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("mamba2", marks=SLOW)])
 def test_alignments(name: str, alignment: str) -> None:
     """Chunks that start at forks: the same function, and the choice reaches the op."""
