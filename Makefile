@@ -21,10 +21,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.train_step $(if $(ROLLOUTS),--rollouts "$(ROLLOUTS)") $(ARGS)
 
 test: $(VENV)/.dev
-	$(RUN_TESTS) -n $(JOBS) -m "not slow" $(ARGS)
+	$(RUN_TESTS) -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev
-	$(RUN_TESTS) -n $(JOBS) $(ARGS)
+	$(RUN_TESTS) -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
