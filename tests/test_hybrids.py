@@ -431,6 +431,33 @@ def test_a_kernel_runs_in_the_dense_run_only(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("picked", [False, True])
+def test_operands_have_the_dtype_that_the_dense_run_multiplies_in(
+    picked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own code casts to fp32, kernels multiply what they are given; gates are fp32 for both."""
+    model = HYBRIDS["qwen3_5"].build().bfloat16()
+    function = importlib.import_module(type(model).__module__).torch_chunk_gated_delta_rule
+    if picked:
+
+        def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
+            raise AssertionError("the packed run calls no kernel of the model")
+
+        _pick(function, torch.compiler.disable(chunk_gated_delta_rule), monkeypatch)
+    seen: list[list[torch.dtype]] = []
+    check = op._check
+
+    def spy(*operands: Any) -> None:
+        seen.append([x.dtype for x in operands[:4]])
+        check(*operands)
+
+    monkeypatch.setattr(op, "_check", spy)
+    with torch.no_grad():
+        law.compiled(model, on_unsupported="error")(**batch("left"), use_cache=False)
+    expected = torch.bfloat16 if picked else torch.float32
+    assert seen == [[expected] * 3 + [torch.float32]]
+
+
 def test_a_convolution_kernel_gives_way_to_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     lfm2 = importlib.import_module(type(HYBRIDS["lfm2"].build()).__module__)
     assert lfm2.causal_conv1d_fn not in list(recurrence.kernel_convolutions())

@@ -86,7 +86,9 @@ def _forward(
             last fork, so that no token is computed twice; "auto", whichever has fewer chunks.
 
     Returns:
-        [1, N, H, V] contiguous in v's dtype. Computed in fp32, fp64 for fp64 v.
+        [1, N, H, V] contiguous in v's dtype. PyTorch computes in fp32, fp64 for fp64 v. The kernels multiply operands
+        of the widest dtype of q, k and v, fp32 ones as `torch.get_float32_matmul_precision` says, and keep states,
+        decays and sums in fp32.
 
     Raises:
         ValueError: shapes that disagree, a table of another tree, leaf pads, a chunk below 1, another alignment.
@@ -108,7 +110,8 @@ def _forward(
         - SSD (Mamba2; Dao and Gu, "Transformers are SSMs", 2024): q = C, k = B, v = dt x, gate = dt A, scale 1;
         - lightning attention (MiniMax, 2025): gate = -slope of the head, scale 1.
 
-        Blocks are computed in slices of at most `SLICE_BYTES`. Autocast casts nothing: the models compute in fp32.
+        Blocks are computed in slices of at most `SLICE_BYTES`, by the kernels in heads of at most
+        `recurrence_triton.SCRATCH_BYTES`. Autocast casts nothing: the models say what they compute in.
     """
     _check(q, k, v, gate, beta)
     if v.numel() and beta is not None and not why_not(k, v, gate, beta, chunk):

@@ -167,9 +167,8 @@ def delta_rule(divides: bool) -> Callable[[FunctionType], Callable[..., Any]]:
             if body is None:
                 return original(query, key, value, g, beta, chunk_size, None, False, use_qk_l2norm_in_kernel)
             operands = _delta_operands(query, key, value, g, beta, use_qk_l2norm_in_kernel, divides)
-            if (
-                picked()
-            ):  # kernels multiply in the dtype that they are given, and transformers' own code in fp32
+            # Kernels multiply in the dtype that they are given, and transformers' own code in fp32.
+            if picked():
                 q, k, v = (x.to(query.dtype) for x in operands[:3])
                 operands = (q, k, v, *operands[3:])
             given = [query, key, value, g, beta]
