@@ -59,6 +59,20 @@ def _tokens(rows, block, C: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(rows, block, C: tl.constexpr):
+    """Rows of a block: numbers, places among all rows, packed tokens, which have one, and a mask of all."""
+    token, live = _tokens(rows, block, C)
+    row = tl.arange(0, C)
+    return row, block * C + row, token, live, row >= 0
+
+
+@triton.jit
+def _owned(own, block, row, live):
+    """Which rows hold a token that the block owns."""
+    return live & (row >= tl.load(own + block))
+
+
+@triton.jit
 def _tile(x, row, live, head, begin, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
     """[rows, TILE] of x [*, HEADS, SIZE] from column `begin` on; zeros where there is nothing."""
     column = begin + tl.arange(0, TILE)
@@ -130,10 +144,7 @@ def prepare_kernel(
     """Everything of a block and head that needs no state: near, rest, solve, erase, and u as `solve (beta v)`."""
     block, head = _cell(H)
     cell = block * H + head
-    token, live = _tokens(rows, block, C)
-    row = tl.arange(0, C)
-    place = block * C + row
-    all_rows = row >= 0
+    row, place, token, live, all_rows = _rows_of(rows, block, C)
     g = tl.load(gate + token * H + head, mask=live, other=0.0).to(tl.float32)
     g = tl.maximum(g, lowest, propagate_nan=tl.PropagateNan.ALL)  # a gate that is no number must show
     # Differences of sums lose what the sums have in common: these are fp64, kept as a number and the rest of it.
@@ -237,11 +248,8 @@ def output_kernel(
     """Outputs of the tokens that a block owns, for a head: out [N, H, V]."""
     block, head = _cell(H)
     cell = block * H + head
-    token, live = _tokens(rows, block, C)
-    row = tl.arange(0, C)
-    place = block * C + row
-    all_rows = row >= 0
-    mine = live & (row >= tl.load(own + block))
+    row, place, token, live, all_rows = _rows_of(rows, block, C)
+    mine = _owned(own, block, row, live)
     group = head // (H // G)
     high, low, _, _ = _sums(near, rest, cell, C)
     queries = _tile(q, token, mine, group, 0, G, D, D_TILE)
@@ -266,10 +274,8 @@ def update_grads_kernel(
 ):  # fmt: skip
     """What a block's own outputs ask of its updates: du [K * C, H, V] as `A' grad`."""
     block, head = _cell(H)
-    token, live = _tokens(rows, block, C)
-    row = tl.arange(0, C)
-    place = block * C + row
-    mine = live & (row >= tl.load(own + block))
+    row, place, token, live, all_rows = _rows_of(rows, block, C)
+    mine = _owned(own, block, row, live)
     group = head // (H // G)
     high, low, _, _ = _sums(near, rest, block * H + head, C)
     queries = _tile(q, token, mine, group, 0, G, D, D_TILE)
@@ -279,7 +285,7 @@ def update_grads_kernel(
     for begin in range(0, V, V_TILE):
         above = _tile(grad, token, mine, head, begin, H, V, V_TILE)
         value = tl.dot(inner, above, input_precision=PRECISION)
-        _put(du, value, place, row >= 0, head, begin, H, V, V_TILE)
+        _put(du, value, place, all_rows, head, begin, H, V, V_TILE)
 
 
 @triton.jit
@@ -319,7 +325,7 @@ def state_grads_kernel(
             block = bottom - 1 - step
             token, live = _tokens(rows, block, C)
             place = block * C + row
-            mine = live & (row >= tl.load(own + block))
+            mine = _owned(own, block, row, live)
             group = head // (H // G)
             at, mask = _state_at(ends, block * H + head, begin, D, V, D_TILE, V_TILE)
             tl.store(at, state.to(ends.dtype.element_ty), mask=mask)
@@ -367,11 +373,8 @@ def query_grads_kernel(
 ):  # fmt: skip
     """Gradients of the queries that a block owns, dq [N, G, D], and what outputs ask of gates: dgate [K * C, H]."""
     block, group = _cell(G)
-    token, live = _tokens(rows, block, C)
-    row = tl.arange(0, C)
-    place = block * C + row
-    all_rows = row >= 0
-    mine = live & (row >= tl.load(own + block))
+    row, place, token, live, all_rows = _rows_of(rows, block, C)
+    mine = _owned(own, block, row, live)
     queries = _tile(q, token, mine, group, 0, G, D, D_TILE)
     keys = _tile(k, token, live, group, 0, G, D, D_TILE)
     products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
@@ -408,11 +411,8 @@ def key_grads_kernel(
 ):  # fmt: skip
     """Gradients of keys as they are written and read: dk fp32 [K * C, G, D]; adds to dgate [K * C, H]."""
     block, group = _cell(G)
-    token, live = _tokens(rows, block, C)
-    row = tl.arange(0, C)
-    place = block * C + row
-    all_rows = row >= 0
-    mine = live & (row >= tl.load(own + block))
+    row, place, token, live, all_rows = _rows_of(rows, block, C)
+    mine = _owned(own, block, row, live)
     keys = _tile(k, token, live, group, 0, G, D, D_TILE)
     queries = _tile(q, token, mine, group, 0, G, D, D_TILE)
     total = tl.zeros([C, D_TILE], dtype=tl.float32)
@@ -451,10 +451,7 @@ def rule_grads_kernel(
 ):  # fmt: skip
     """What the delta rule, erasing and L, adds to dk fp32 [K * C, G, D] and dgate [K * C, H]; dbeta [K * C, H]."""
     block, group = _cell(G)
-    token, live = _tokens(rows, block, C)
-    row = tl.arange(0, C)
-    place = block * C + row
-    all_rows = row >= 0
+    row, place, token, live, all_rows = _rows_of(rows, block, C)
     keys = _tile(k, token, live, group, 0, G, D, D_TILE)
     products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     total = tl.zeros([C, D_TILE], dtype=tl.float32)
