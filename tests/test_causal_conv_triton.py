@@ -28,6 +28,7 @@ from treecompile.runtime.ops import (
     tree_causal_conv1d_backward,
     tree_causal_conv1d_reference,
 )
+from treecompile.runtime.ops.triton_device import why_no_triton
 from treecompile.runtime.tree import RolloutTree
 
 Rows = list[list[int]]
@@ -232,13 +233,13 @@ def test_why_not_by_input() -> None:
     x.dtype = torch.bfloat16
     assert "9 taps" in causal_conv.why_not_triton(x, 9)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 5)):
-        causal_conv._why_not_device.cache_clear()
+        why_no_triton.cache_clear()
         pytest.importorskip("triton")
         assert "7.5" in causal_conv.why_not_triton(x, 4)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
-        causal_conv._why_not_device.cache_clear()
+        why_no_triton.cache_clear()
         assert causal_conv.why_not_triton(x, 4) == ""
-    causal_conv._why_not_device.cache_clear()
+    why_no_triton.cache_clear()
 
 
 # ---- on the GPU ----

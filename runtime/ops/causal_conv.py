@@ -12,9 +12,7 @@ here. `why_not_triton` says which and why.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from treecompile.runtime.ops.attention_math import accumulation_dtype
 from treecompile.runtime.ops.causal_conv_tables import ConvTables, conv_tables
 from treecompile.runtime.ops.registry import define, register_autocast
 from treecompile.runtime.ops.segment_sum import segment_sum
+from treecompile.runtime.ops.triton_device import why_no_triton
 
 __all__ = [
     "ACTIVATIONS",
@@ -70,15 +69,7 @@ def why_not_triton(x: Tensor, taps: int) -> str:
         return f"{x.dtype} is not summed in fp32"
     if taps > MOST_TAPS:
         return f"{taps} taps: at most {MOST_TAPS} fit in registers"
-    return _why_not_device(x.device)
-
-
-@lru_cache(maxsize=64)
-def _why_not_device(device: torch.device) -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor} is below 8.0" if major < 8 else ""
+    return why_no_triton(x.device)
 
 
 def _tables(

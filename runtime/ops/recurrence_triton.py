@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from treecompile.runtime.ops.recurrence_chunks import lowest_gate
 from treecompile.runtime.ops.recurrence_paths import PathTables
+from treecompile.runtime.ops.triton_device import why_no_triton
 
 __all__ = ["Inputs", "attempt", "delta_rule_backward", "delta_rule_forward", "why_not"]
 
@@ -67,7 +67,7 @@ def _why_not(k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, chunk: int
     if max(k.shape[3], v.shape[3]) > most:
         wide = torch.promote_types(k.dtype, v.dtype)
         return f"head sizes {k.shape[3]} and {v.shape[3]}: the largest of {wide} is {most}"
-    return _unfit.get(_shape_class(k, v), "") or _why_not_device(v.device)
+    return _unfit.get(_shape_class(k, v), "") or why_no_triton(v.device)
 
 
 # Shapes whose kernels a device could not hold, and why.
@@ -92,16 +92,6 @@ def attempt(run: Callable[[], Result], k: Tensor, v: Tensor) -> Result | None:
     except OutOfResources as error:
         _unfit[_shape_class(k, v)] = str(error)
         return None
-
-
-@lru_cache(maxsize=64)
-def _why_not_device(device: torch.device) -> str:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor} is below 8.0" if major < 8 else ""
 
 
 @dataclass(frozen=True)
