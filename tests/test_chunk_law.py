@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 from collections.abc import Sequence
 from typing import Literal
@@ -231,10 +229,3 @@ def test_tails_continue_a_convolution(case: Case, chunk: int, width: int, states
             found[call.index[begin:end][own]] = out[own]
     for row in chunk_twin.trajectories(case, tree.row_index):
         np.testing.assert_array_equal(found[row], np.convolve(x[row], taps)[: len(row)])
-
-
-@pytest.mark.parametrize("module", ["chunk_reference", "chunk_rounds"])
-def test_doctests(module: str) -> None:
-    failed, count = doctest.testmod(importlib.import_module(f"treecompile.runtime.ops.{module}"))
-    assert failed == 0
-    assert count > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 import math
 from typing import Literal
@@ -478,10 +476,3 @@ def test_wrong_options() -> None:
         orders(np.zeros(0, int), np.zeros(0, int), "all")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="width"):
         chunk_plan(tree).tails(0)
-
-
-@pytest.mark.parametrize("module", ["chunks", "rounds", "dag"])
-def test_doctests(module: str) -> None:
-    failed, count = doctest.testmod(importlib.import_module(f"treecompile.runtime.{module}"))
-    assert failed == 0
-    assert count > 0

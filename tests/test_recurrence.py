@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -564,19 +561,3 @@ def test_the_convolution_on_the_gpu() -> None:
     for a, b, c in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=ATOL, atol=ATOL)
         assert torch.equal(b, c)
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["ops.recurrence", "ops.recurrence_plan", "ops.causal_conv", "ops.causal_conv_tables", "segment_table"],
-)
-def test_doctests(module: str) -> None:
-    found = importlib.import_module(f"treecompile.runtime.{module}")
-    failed, count = doctest.testmod(found)
-    assert failed == 0
-    kernels = [found._forward] if hasattr(found, "_forward") else []
-    runner = doctest.DocTestRunner()
-    for test in itertools.chain(*(doctest.DocTestFinder().find(f, globs=vars(found)) for f in kernels)):
-        runner.run(test)
-    assert runner.summarize().failed == 0
-    assert count > 0

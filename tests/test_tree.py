@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import importlib.util
 import pickle
@@ -548,26 +547,3 @@ def graph_of(edges: list[tuple[int, int]], empty: bool = False) -> RolloutTree:
     for node in graph:
         graph.nodes[node]["ids"] = [] if empty else [node]
     return RolloutTree.from_graph(graph)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "errors",
-        "tree",
-        "tree_graph",
-        "layout",
-        "grid",
-        "stretches",
-        "trajectories",
-        "sharing",
-        "prefixes",
-        "segments",
-        "pads",
-        "paths",
-        "cache",
-    ],
-)
-def test_doctests(module: str) -> None:
-    failed, _ = doctest.testmod(importlib.import_module(f"treecompile.runtime.{module}"))
-    assert failed == 0
