@@ -1,8 +1,11 @@
 """Tree attention on one GPU, by executor and workload: `python -m examples.bench.tree_attention`.
 
-Forward and backward of the Triton kernels, FlexAttention with an interval mask (its BlockMask made before the timing,
-and inside it), and causal attention on dense rows of the same tree. Checks ours against FlexAttention first. Appends to
-a CSV file: GPU, versions, median and spread in ms, useful TFLOP/s. `--sweep` times launch parameters instead.
+Forward and backward of what the router picks, of the Triton kernels, of FlexAttention with an interval mask (its
+BlockMask made before the timing, and inside it), of FlashAttention 2 over keys gathered along each segment's path (as
+TRL's tree packing does with version 3), and of causal attention on dense rows of the same tree. Checks ours against
+FlexAttention first. Appends to a CSV file: GPU, versions, median and spread in ms, useful TFLOP/s, for the Triton
+kernels also computed over useful operations. `--rollouts` adds trees from files. `--sweep` times launch parameters
+instead.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import inspect
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from examples.rollout_files import read_rollouts
 from treecompile.runtime.ops import attention_lists as al
 from treecompile.runtime.ops import attention_triton as at
-from treecompile.runtime.ops import plan_header
+from treecompile.runtime.ops import plan_header, tree_attention, tree_attention_backward
+from treecompile.runtime.ops.attention_router import last_route
 from treecompile.runtime.ops.attention_triton import Tiles
 from treecompile.runtime.tree import RolloutTree
 
@@ -113,6 +120,11 @@ def _segments(rows: Rows) -> Table:
     return np.ascontiguousarray(RolloutTree.from_rows(rows).segments, np.int32)
 
 
+def _segments_of(file: str) -> Table:
+    read, _ = read_rollouts(file, max_rows=1 << 16, max_tokens=1 << 24)
+    return _segments([list(rollout.input_ids) for rollout in read])
+
+
 WORKLOADS: dict[str, Callable[[], Table]] = {
     "tau": lambda: _segments(tau()),
     "random": lambda: _segments(random_tree()),
@@ -171,23 +183,124 @@ def workload(name: str, table: Table, options: argparse.Namespace) -> Workload:
 
 # -- executors: what to time --
 
-Timed = Iterator[tuple[str, str, Callable[[], Any], float]]
+
+@dataclass(frozen=True)
+class Case:
+    """What to time: useful operations, and computed over useful ones where that is known."""
+
+    executor: str
+    what: str
+    run: Callable[[], Any]
+    flops: float
+    waste: float | None = None
+
+
+Timed = Iterator[Case]
+
+
+def routed(load: Workload) -> Timed:
+    """What a model gets: the op, by the router."""
+    q, k, v, grad = load.inputs
+    tree = (*load.tensors, load.tensors[0][:0], None, q.shape[3] ** -0.5, 0.0, 0)
+    out, lse = tree_attention(q, k, v, *tree)
+    tree_attention_backward(grad, q, k, v, out, lse, *tree)
+    picked = {
+        direction: getattr(last_route(direction), "executor", "?") for direction in ("forward", "backward")
+    }
+    yield Case(f"routed:{picked['forward']}", "forward", lambda: tree_attention(q, k, v, *tree), load.flops)
+    yield Case(
+        f"routed:{picked['backward']}",
+        "backward",
+        lambda: tree_attention_backward(grad, q, k, v, out, lse, *tree),
+        2.5 * load.flops,
+    )
 
 
 def ours(load: Workload) -> Timed:
-    """The Triton kernels, and the making of their block lists."""
+    """The Triton kernels, each backward pass alone, and the making of the block lists."""
     q, k, v, grad = load.inputs
     scale = q.shape[3] ** -0.5
     tree = (*load.tensors, None, scale, 0.0, 0)
+    call = at.prepare(q, k, v, *load.tensors, scale, 0.0, 0)
+    choice = at.choice_for(q.shape[3], v.shape[3], at.shared_memory(q.device))
+    tiles, for_dq = (
+        call.shorter(*pair) for pair in ((choice.forward, choice.short_forward), (choice.dq, choice.short_dq))
+    )
+    by_query, for_query = (call.pairs(x) / load.useful for x in (tiles, for_dq))
+    by_key = call.key_lists(choice.dkv).pairs.item() / load.useful
     out, lse = at.triton_forward(q, k, v, *tree)
-    yield "triton", "forward", lambda: at.triton_forward(q, k, v, *tree), load.flops
-    yield "triton", "backward", lambda: at.triton_backward(grad, q, k, v, out, lse, *tree), 2.5 * load.flops
+    yield Case("triton", "forward", lambda: at.triton_forward(q, k, v, *tree), load.flops, by_query)
+    # Seven products where five are useful: three by query, four by key.
+    yield Case(
+        "triton",
+        "backward",
+        lambda: at.triton_backward(grad, q, k, v, out, lse, *tree),
+        2.5 * load.flops,
+        (3 * for_query + 4 * by_key) / 5,
+    )
+    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.randn_like(lse)
+    yield Case(
+        "triton",
+        "dq",
+        lambda: at.query_gradient(call, grad, lse, delta, for_dq, dq),
+        1.5 * load.flops,
+        for_query,
+    )
+    yield Case(
+        "triton",
+        "dk, dv",
+        lambda: at.key_gradients(call, grad, lse, delta, choice.dkv, dk, dv),
+        2 * load.flops,
+        by_key,
+    )
 
     def lists() -> None:
         al._kept.clear()
         at.triton_forward(q, k, v, *tree)
 
-    yield "triton", "forward and lists", lists, load.flops
+    yield Case("triton", "forward and lists", lists, load.flops)
+
+
+def gathered(load: Workload) -> Timed:
+    """Keys and values copied along each segment's path, then attention over sequences of different lengths.
+
+    The layout of TRL's tree packing (`trl.experimental.async_grpo.packing`), with torch's FlashAttention 2 for the
+    FlashAttention 3 that TRL fetches.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    paths: list[npt.NDArray[np.int64]] = []
+    table = load.tensors[3].numpy()
+    for begin, end, parent, _ in table.tolist():
+        own = np.arange(begin, end)
+        paths.append(np.concatenate([paths[parent], own]) if parent >= 0 else own)
+    lengths = table[:, 1] - table[:, 0]
+    along = np.array([len(path) for path in paths])
+    index = torch.from_numpy(np.concatenate(paths)).cuda()
+    del paths
+    cu_q, cu_k = (
+        torch.from_numpy(np.concatenate([[0], x.cumsum()]).astype(np.int32)).cuda() for x in (lengths, along)
+    )
+    q, k, v, grad = (x[0].transpose(0, 1).contiguous() for x in load.inputs)
+    for x in (q, k, v):
+        x.requires_grad_()
+    # Early versions of the function take grouped heads without being told.
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+    def run() -> Any:
+        keys, values = (x.index_select(0, index) for x in (k, v))
+        return varlen_attn(
+            q, keys, values, cu_q, cu_k, int(lengths.max()), int(along.max()), window_size=(-1, 0), **grouped
+        )
+
+    out = run()
+    yield Case("gathered", "forward", run, load.flops)
+    yield Case(
+        "gathered",
+        "backward",
+        lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
+        2.5 * load.flops,
+    )
 
 
 def flex(load: Workload) -> Timed:
@@ -208,15 +321,15 @@ def flex(load: Workload) -> Timed:
     error = ((theirs - mine).norm() / theirs.norm()).item()
     if not error < 0.01:
         raise RuntimeError(f"{load.name}: ours and FlexAttention differ by {error:.1e}")
-    yield "flex", "forward", lambda: run(q, k, v, block_mask=mask, enable_gqa=True), load.flops
-    yield (
+    yield Case("flex", "forward", lambda: run(q, k, v, block_mask=mask, enable_gqa=True), load.flops)
+    yield Case(
         "flex",
         "forward and mask",
         lambda: run(q, k, v, block_mask=interval_mask(load.tensors[0]), enable_gqa=True),
         load.flops,
     )
     backward = lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)  # noqa: E731
-    yield "flex", "backward", backward, 2.5 * load.flops
+    yield Case("flex", "backward", backward, 2.5 * load.flops)
 
 
 def interval_mask(end: Tensor) -> Any:
@@ -269,12 +382,18 @@ def dense(load: Workload) -> Timed:
                 return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         out = run()
-        yield name, "forward", run, flops
+        yield Case(name, "forward", run, flops)
         backward = lambda out=out: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)  # noqa: E731
-        yield name, "backward", backward, 2.5 * flops
+        yield Case(name, "backward", backward, 2.5 * flops)
 
 
-EXECUTORS: dict[str, Callable[[Workload], Timed]] = {"ours": ours, "flex": flex, "dense": dense}
+EXECUTORS: dict[str, Callable[[Workload], Timed]] = {
+    "ours": ours,
+    "routed": routed,
+    "flex": flex,
+    "gathered": gathered,
+    "dense": dense,
+}
 
 
 # -- measuring --
@@ -305,9 +424,10 @@ def measure(load: Workload, options: argparse.Namespace) -> Iterator[dict[str, A
     """Lines of the table for one workload."""
     for name in options.executors.split(","):
         try:
-            for executor, what, function, flops in EXECUTORS[name](load):
-                taken = times(function, options.milliseconds)
+            for case in EXECUTORS[name](load):
+                taken = times(case.run, options.milliseconds)
                 median = statistics.median(taken)
+                useful = case.flops / median / 1e9
                 yield {
                     "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                     "gpu": torch.cuda.get_device_name(),
@@ -318,12 +438,14 @@ def measure(load: Workload, options: argparse.Namespace) -> Iterator[dict[str, A
                     "head_size": f"{options.head_size}/{options.v_size}",
                     "workload": load.name,
                     "tokens": load.tokens,
-                    "executor": executor,
-                    "what": what,
+                    "executor": case.executor,
+                    "what": case.what,
                     "ms": round(median, 3),
                     "low": round(taken[len(taken) // 10], 3),
                     "high": round(taken[-1 - len(taken) // 10], 3),
-                    "useful_tflops": round(flops / median / 1e9, 1),
+                    "useful_tflops": round(useful, 1),
+                    "waste": "" if case.waste is None else round(case.waste, 3),
+                    "hardware_tflops": "" if case.waste is None else round(case.waste * useful, 1),
                 }
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
             print(f"{load.name}: {name} left out: {str(error).splitlines()[0][:120]}")
@@ -383,19 +505,24 @@ def main() -> None:
     parser.add_argument("--executors", default=",".join(EXECUTORS))
     for name, value in (("heads", 32), ("kv-heads", 8), ("head-size", 128), ("v-size", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--rollouts", nargs="*", default=(), metavar="FILE", help="trees of these rows too")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--milliseconds", type=float, default=100.0, help="time spent on each number")
     parser.add_argument("--csv", default="out/tree_attention.csv")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
-    for name in options.workloads.split(","):
-        load = workload(name, WORKLOADS[name](), options)
+    tables = {name: WORKLOADS[name] for name in options.workloads.split(",") if name}
+    tables |= {Path(file).stem: partial(_segments_of, file) for file in options.rollouts}
+    for name, make in tables.items():
+        load = workload(name, make(), options)
         if options.sweep:
             sweep(load, options)
             continue
         for line in measure(load, options):
             print(
-                "{workload:8s} {executor:12s} {what:18s} {ms:9.3f} ms {useful_tflops:7.1f}".format(**line),
+                "{workload:10s} {executor:20s} {what:18s} {ms:9.3f} ms {useful_tflops:7.1f} {waste}".format(
+                    **line
+                ),
                 flush=True,
             )
             append(Path(options.csv), line)

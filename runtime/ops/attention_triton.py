@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.ops.attention_lists import (
+    KeyLists,
     QueryLists,
     TreeTables,
     key_lists,
@@ -141,10 +142,19 @@ class Call:
         """Key lists of the query blocks."""
         return query_lists(self.tables, tiles.rows // self.heads(tiles.rows), tiles.keys, self.window)
 
+    def pairs(self, tiles: Tiles) -> int:
+        """Query-key pairs that the query blocks compute, masked ones with them."""
+        return self.lists(tiles).tiles * tiles.keys * (tiles.rows // self.heads(tiles.rows))
+
     def shorter(self, tiles: Tiles, short: Tiles) -> Tiles:
         """`tiles`, or `short` where a query meets few keys."""
-        met = self.lists(short).tiles * short.keys * (short.rows // self.heads(short.rows))
-        return short if met < SHORT * self.tokens else tiles
+        return short if self.pairs(short) < SHORT * self.tokens else tiles
+
+    def key_lists(self, tiles: Tiles) -> KeyLists:
+        """Query lists of the key blocks."""
+        return key_lists(
+            self.tables, tiles.keys, tiles.rows, tiles.rows // self.heads(tiles.rows), self.window
+        )
 
     def strides(self, grad: Tensor) -> list[int]:
         """Head and token strides of q, k, v and the output's gradient."""
@@ -173,7 +183,7 @@ class Call:
 
 
 @lru_cache(maxsize=64)
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return _LARGE
     found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
@@ -303,7 +313,7 @@ def triton_forward(
     call = prepare(q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window)
     q, k, v = call.q, call.k, call.v
     if tiles is None:
-        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q.device))
+        choice = choice_for(q.shape[3], v.shape[3], shared_memory(q.device))
         tiles = call.shorter(choice.forward, choice.short_forward)
     sizes = call.sizes(tiles, k, v)
     lists = call.lists(tiles)
@@ -367,7 +377,7 @@ def triton_backward(
         V=v.shape[3], V_PAD=padded_size(v.shape[3]), ROWS=DELTA_ROWS,
     )  # fmt: skip
     if tiles is None:
-        choice = choice_for(q.shape[3], v.shape[3], _shared_memory(q.device))
+        choice = choice_for(q.shape[3], v.shape[3], shared_memory(q.device))
         tiles = call.shorter(choice.dq, choice.short_dq), choice.dkv
     for_dq, for_dkv = tiles
     query_gradient(call, grad, lse2, delta, for_dq, dq)
@@ -398,7 +408,7 @@ def key_gradients(
 
     q, k, v = call.q, call.k, call.v
     sizes = call.sizes(tiles, q, grad)
-    lists = key_lists(call.tables, tiles.keys, tiles.rows, sizes["TOKENS"], call.window)
+    lists = call.key_lists(tiles)
     heads = k.shape[1]
     shape = lists.slots, heads, tiles.keys
     part_dk = torch.empty((*shape, k.shape[3]), dtype=torch.float32, device=q.device)
