@@ -96,11 +96,6 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _as_columns(rows: Tensor) -> Tensor:
-    """[1, C, N], channels adjacent, of [N, C]."""
-    return rows.contiguous().t().unsqueeze(0)
-
-
 def _new_columns(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[2], x.shape[1])).t().unsqueeze(0)
 
@@ -146,36 +141,35 @@ def _forward(
         from treecompile.runtime.kernels import causal_conv as kernels
 
         return kernels.forward(_rows(x), weight, bias, tables, activation).t().unsqueeze(0)
-    out = _convolved(x, weight, bias, tables)
-    if activation == "silu":
-        out = F.silu(out)
-    return _as_columns(out.to(x.dtype).t())
-
-
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, tables: ConvTables) -> Tensor:
-    """[C, N]: the sums before the activation, not rounded."""
     dtype = accumulation_dtype(x.dtype)
-    values, weights = x[0].to(dtype), weight.to(dtype)
-    start = torch.zeros_like(weights[:, :1]) if bias is None else bias.to(dtype).unsqueeze(1)
-    out = torch.addcmul(start, values, weights[:, -1:])
-    for j, tap in _taps(weights, tables.tokens):
-        out[:, j:].addcmul_(values[:, : tables.tokens - j], tap)
+    out = _convolved(_rows(x).to(dtype), weight.to(dtype).t(), bias, tables)
+    if activation == "silu":
+        out = F.silu(out, inplace=True)
+    return out.to(x.dtype).t().unsqueeze(0)
+
+
+def _convolved(values: Tensor, taps: Tensor, bias: Tensor | None, tables: ConvTables) -> Tensor:
+    """[N, C]: the sums before the activation, of values [N, C] and taps [W, C]."""
+    start = torch.zeros_like(taps[0]) if bias is None else bias.to(taps.dtype)
+    out = torch.addcmul(start, values, taps[-1])
+    for j in _shifts(taps, tables):
+        out[j:].addcmul_(values[: tables.tokens - j], taps[-1 - j])
     if tables.odd.shape[0]:
-        apart = start.repeat(1, tables.odd.shape[0])
+        apart = start.repeat(tables.odd.shape[0], 1)
         for j, ancestors in enumerate(tables.ancestors):
-            apart.addcmul_(_read(values, ancestors), weights[:, -1 - j, None])
-        out.index_copy_(1, tables.odd, apart)
+            apart.addcmul_(_read(values, ancestors), taps[-1 - j])
+        out.index_copy_(0, tables.odd, apart)
     return out
 
 
-def _taps(weights: Tensor, tokens: int) -> list[tuple[int, Tensor]]:
-    """(distance, weight [C, 1]) of the taps above a token itself, as far as there are tokens."""
-    return [(j, weights[:, -1 - j, None]) for j in range(1, min(weights.shape[1], tokens))]
+def _shifts(taps: Tensor, tables: ConvTables) -> range:
+    """Distances of the taps above a token itself, as far as there are tokens."""
+    return range(1, min(taps.shape[0], tables.tokens))
 
 
 def _read(values: Tensor, ancestors: Tensor) -> Tensor:
-    """[C, M] at the ancestors, zero where there is none."""
-    return values.index_select(1, ancestors.clamp(min=0)).masked_fill_(ancestors < 0, 0)
+    """[M, C] at the ancestors, zero where there is none."""
+    return values.index_select(0, ancestors.clamp(min=0)).masked_fill_((ancestors < 0)[:, None], 0)
 
 
 def _forward_fake(x: Tensor, *others: Any) -> Tensor:
@@ -209,28 +203,27 @@ def _backward(
         rows, by_weight, by_bias = kernels.backward(*given, tables, activation)
         dbias = x.new_empty((0,)) if bias is None else by_bias.to(bias.dtype)
         return rows.t().unsqueeze(0), by_weight.to(weight.dtype).contiguous(), dbias
+    # In rows [N, C], where channels are adjacent: a sum over tokens then runs along the channels.
     dtype = accumulation_dtype(x.dtype)
-    g, values, weights = grad[0].to(dtype), x[0].to(dtype), weight.to(dtype)
+    g, values, taps = _rows(grad).to(dtype), _rows(x).to(dtype), weight.to(dtype).t()
     if activation == "silu":
-        pre = _convolved(x, weight, bias, tables)
-        s = pre.sigmoid()
-        g = g * (s * (1 + pre * (1 - s)))
-    dbias = x.new_empty((0,)) if bias is None else g.sum(1).to(bias.dtype)
-    even = g.index_fill(1, tables.odd, 0) if tables.odd.shape[0] else g
-    dx, dweight = even * weights[:, -1:], weights.new_zeros(weights.shape)
-    dweight[:, -1] = torch.einsum("cn,cn->c", even, values)
-    for j, tap in _taps(weights, tables.tokens):
-        above = slice(0, tables.tokens - j)
-        dx[:, above].addcmul_(even[:, j:], tap)
-        dweight[:, -1 - j] = torch.einsum("cn,cn->c", even[:, j:], values[:, above])
+        g = torch.ops.aten.silu_backward(g, _convolved(values, taps, bias, tables))
+    dbias = x.new_empty((0,)) if bias is None else g.sum(0).to(bias.dtype)
+    even = g.index_fill(0, tables.odd, 0) if tables.odd.shape[0] else g
+    dx, dtaps = even * taps[-1], torch.zeros_like(taps)
+    dtaps[-1] = (even * values).sum(0)
+    for j in _shifts(taps, tables):
+        below, above = even[j:], slice(0, tables.tokens - j)
+        dx[above].addcmul_(below, taps[-1 - j])
+        dtaps[-1 - j] = (below * values[above]).sum(0)
     if tables.odd.shape[0]:
-        apart = g.index_select(1, tables.odd)
-        rows = apart.t().contiguous()
+        apart = g.index_select(0, tables.odd)
         for j, (ancestors, reads) in enumerate(zip(tables.ancestors, tables.reads, strict=True)):
-            dweight[:, -1 - j] += torch.einsum("cn,cn->c", apart, _read(values, ancestors))
-            summed = segment_sum(rows, reads.offsets, reads.readers)
-            dx.index_add_(1, reads.tokens, summed.t() * weights[:, -1 - j, None])
-    return _as_columns(dx.to(x.dtype).t()), dweight.to(weight.dtype), dbias
+            dtaps[-1 - j] += (apart * _read(values, ancestors)).sum(0)
+            summed = segment_sum(apart, reads.offsets, reads.readers)
+            dx.index_add_(0, reads.tokens, summed * taps[-1 - j])
+    dweight = dtaps.t().contiguous().to(weight.dtype)
+    return dx.to(x.dtype).t().unsqueeze(0), dweight, dbias
 
 
 def _backward_fake(
