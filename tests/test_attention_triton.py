@@ -266,6 +266,9 @@ def interpret(group: str) -> None:
     elif group == "trees":
         for name in ("one", "search", "pads", "comb", "chain"):
             check_kernels(packed(SOME[name]()), SHAPES["group"], torch.float32, SMALL)
+    elif group == "shares":
+        with mock.patch.object(attention_lists, "SPAN", 16):
+            check_kernels(packed(SOME["search"]()), SHAPES["group"], torch.float32, SMALL)
     elif group == "500":
         check_kernels(packed(SOME["500"]()), Shape(heads=1, qk_size=16, v_size=16), torch.float32, MIXED)
     elif group == "shapes":
@@ -302,6 +305,7 @@ def check_columns(device: str, shape: Shape, dtype: torch.dtype, tiles: Any) -> 
     [
         "lists",
         "trees",
+        "shares",
         "dtypes",
         *(pytest.param(g, marks=pytest.mark.slow) for g in ("shapes", "500", "columns")),
     ],

@@ -533,10 +533,11 @@ def dkv_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
+    SLACK: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):
-    """Query tiles of ROWS consecutive tokens of one head where all pairs attend, masked ones of TOKENS tokens
-    of HEADS heads elsewhere."""
+    """Query tiles of ROWS consecutive tokens of one head where all pairs attend; elsewhere such tiles with a mask, and
+    masked ones of TOKENS tokens of HEADS heads for what is left of a stretch."""
     ROWS: tl.constexpr = HEADS * TOKENS
     item = items + 4 * tl.program_id(0)
     block = tl.load(item)
@@ -609,6 +610,52 @@ def dkv_kernel(
         first = tl.load(tile_offsets + block)
         tiles = tl.load(tile_offsets + block + 1) - first
     else:
+        near = (full - low + SLACK) // ROWS
+        strips = near + (high - after + SLACK) // ROWS
+        total = strips * GROUP
+        for i in range(share * total // shares, (share + 1) * total // shares):
+            which = i // strips
+            tile = i - which * strips
+            start = tl.where(tile < near, low + tile * ROWS, after + (tile - near) * ROWS)
+            limit = tl.where(tile < near, full, high)
+            head = (kv * GROUP + which).to(tl.int64)
+            qs = _tile_blocks(
+                q_descriptor,
+                q_rest,
+                q + head * q_head,
+                kv * GROUP + which,
+                start,
+                tokens,
+                q_token,
+                QK,
+                QK_PAD,
+                QK_REST,
+                ROWS,
+                TMA,
+            )
+            d_out = _tile(
+                grad_descriptor,
+                grad + head * grad_head,
+                kv * GROUP + which,
+                start,
+                tokens,
+                grad_token,
+                0,
+                V,
+                V_PAD,
+                ROWS,
+                TMA,
+            )
+            n = start + tl.arange(0, ROWS)
+            live = n < limit
+            log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
+            mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
+            visible = (key[:, None] <= n[None, :]) & (n[None, :] < end[:, None]) & live[None, :]
+            dk_acc, dv_acc = _key_step(
+                dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True
+            )
+        low = tl.minimum(low + near * ROWS, full)
+        after = tl.minimum(after + (strips - near) * ROWS, high)
         first = tl.cdiv(full - low, TOKENS)
         tiles = first + tl.cdiv(high - after, TOKENS)
     row = tl.arange(0, ROWS)

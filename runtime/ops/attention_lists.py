@@ -26,7 +26,7 @@ from torch import Tensor
 from treecompile.runtime.cache import TreeCache
 from treecompile.runtime.ops.attention_plan import STEP_ANY, STEP_ONE
 
-__all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "tree_tables"]
+__all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "strip_slack", "tree_tables"]
 
 # Trees whose lists are kept, and entries of an index that one step stores.
 KEPT = 16
@@ -77,7 +77,8 @@ class KeyLists:
             shares, whose sums go to slots and are added up in order. Slot -1: the block is one item.
         split: [J, 3], rows (block, first slot, shares) of the blocks in shares.
         slots: number of slots, on the host.
-        ranges: [B, 3], rows (first query that all keys see, full tiles from there, end of the queries). With a
+        ranges: [B, 3], rows (first query that all keys see, full tiles from there, end of the queries). What lies
+            before and behind the full tiles is cut into strips and smaller tiles (`strip_slack`). With a
             window the first is where the block's full tiles are listed in `tiles`.
         offsets: [B + 1] into `tiles`, masked ones, with a window only.
         tiles: query tiles, with a window only: full ones, an entry of padding, masked ones.
@@ -247,6 +248,22 @@ def _blocked(x: Tensor, size: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[0] % size), value=fill).view(-1, size)
 
 
+def strip_slack(rows: int, tokens: int) -> int:
+    """How many tokens a stretch may lack of another masked tile of `rows` consecutive ones that is still worth one.
+
+    A tile of `tokens` tokens and several heads is loaded by index, which takes about twice as long.
+
+    Args:
+        rows: rows of a tile.
+        tokens: tokens of a tile of several heads.
+
+    Example:
+        >>> strip_slack(64, 16), strip_slack(64, 64)  # 33 tokens are a strip; one is, where heads share no tiles
+        (31, 63)
+    """
+    return rows - tokens * (rows // tokens // 2) - 1
+
+
 def _key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int) -> KeyLists:
     blocks = -(-tables.tokens // keys)
     begin = torch.arange(blocks, dtype=torch.int32, device=tables.heavy.device) * keys
@@ -259,10 +276,10 @@ def _key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: in
     count = (every.clamp(max=tables.tokens) - behind).clamp(min=0) // rows
     full = torch.where(count > 0, behind, high)
     ranges = torch.stack([full, count, high], 1).contiguous()
-    before = full - begin
-    after = high - full - count * rows
-    masked = -(-before // tokens) * tokens + -(-after // tokens) * tokens
-    cost = count * rows + masked
+    cost = count * rows
+    for stretch in (full - begin, high - full - count * rows):
+        strips = (stretch + strip_slack(rows, tokens)) // rows * rows
+        cost = cost + strips + -(-(stretch - strips).clamp(min=0) // tokens) * tokens
     return KeyLists(*_shares(cost), ranges, empty, empty, cost.sum(dtype=torch.int64) * keys)
 
 

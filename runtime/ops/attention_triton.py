@@ -20,6 +20,7 @@ from treecompile.runtime.ops.attention_lists import (
     TreeTables,
     key_lists,
     query_lists,
+    strip_slack,
     tree_tables,
 )
 from treecompile.runtime.ops.attention_math import BLIND
@@ -417,7 +418,8 @@ def key_gradients(
         q, k, v, grad, *_descriptors(q, grad, tiles.rows, sizes),
         dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
         lists.items, lists.ranges, lists.offsets, lists.tiles,
-        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
+        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale,
+        SLACK=strip_slack(tiles.rows, sizes["TOKENS"]), **sizes,
     )  # fmt: skip
     if lists.slots:
         for parts, total in ((part_dk, dk), (part_dv, dv)):
