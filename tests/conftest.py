@@ -61,6 +61,14 @@ def internal_faults() -> Iterator[list[Exception]]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def released(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test on the GPU gives back what its allocator kept: several processes share the card's memory."""
+    yield
+    if "gpu" in request.keywords and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def device() -> torch.device:
     """The device under test: CUDA where there is one."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from treecompile.runtime.cache import TreeCache
 from treecompile.runtime.ops.attention_plan import STEP_ANY, STEP_ONE
 
-__all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "strip_slack", "tree_tables"]
+__all__ = ["KeyLists", "QueryLists", "TreeTables", "key_lists", "query_lists", "tree_tables"]
 
 # Trees whose lists are kept, and entries of an index that one step stores.
 KEPT = 16
@@ -77,11 +77,10 @@ class KeyLists:
             shares, whose sums go to slots and are added up in order. Slot -1: the block is one item.
         split: [J, 3], rows (block, first slot, shares) of the blocks in shares.
         slots: number of slots, on the host.
-        ranges: [B, 3], rows (first query that all keys see, full tiles from there, end of the queries). What lies
-            before and behind the full tiles is cut into strips and smaller tiles (`strip_slack`). With a
-            window the first is where the block's full tiles are listed in `tiles`.
+        ranges: [B, 3], rows (behind the block, end of the queries that all keys see, end of the queries that any key
+            sees). With a window: where the block's full tiles are listed in `tiles`, how many, and the last as before.
         offsets: [B + 1] into `tiles`, masked ones, with a window only.
-        tiles: query tiles, with a window only: full ones, an entry of padding, masked ones.
+        tiles: query tiles, with a window only: full ones, masked ones, an entry of padding.
         pairs: query-key pairs that are computed, int64 on the device.
     """
 
@@ -223,22 +222,21 @@ def _settle(made: Tensor) -> None:
         torch.cuda.current_stream(made.device).synchronize()
 
 
-def key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int) -> KeyLists:
+def key_lists(tables: TreeTables, keys: int, rows: int, window: int) -> KeyLists:
     """Return the query lists of key blocks of `keys` tokens.
 
     Args:
         tables: the tree.
         keys: tokens of a key block.
-        rows: tokens of a full query tile.
-        tokens: tokens of a masked query tile.
+        rows: tokens of a query tile.
         window: in columns, 0 for none.
 
     Returns:
         The lists, made on first need; the host reads their size.
     """
-    key = "key", keys, rows, tokens, window
+    key = "key", keys, rows, window
     if key not in tables.cache:
-        tables.cache[key] = _key_lists(tables, keys, rows, tokens, window)
+        tables.cache[key] = _key_lists(tables, keys, rows, window)
     made: KeyLists = tables.cache[key]
     return made
 
@@ -248,38 +246,16 @@ def _blocked(x: Tensor, size: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[0] % size), value=fill).view(-1, size)
 
 
-def strip_slack(rows: int, tokens: int) -> int:
-    """How many tokens a stretch may lack of another masked tile of `rows` consecutive ones that is still worth one.
-
-    A tile of `tokens` tokens and several heads is loaded by index, which takes about twice as long.
-
-    Args:
-        rows: rows of a tile.
-        tokens: tokens of a tile of several heads.
-
-    Example:
-        >>> strip_slack(64, 16), strip_slack(64, 64)  # 33 tokens are a strip; one is, where heads share no tiles
-        (31, 63)
-    """
-    return rows - tokens * (rows // tokens // 2) - 1
-
-
-def _key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int) -> KeyLists:
+def _key_lists(tables: TreeTables, keys: int, rows: int, window: int) -> KeyLists:
     blocks = -(-tables.tokens // keys)
     begin = torch.arange(blocks, dtype=torch.int32, device=tables.heavy.device) * keys
-    behind = (begin + keys).clamp(max=tables.tokens)
-    every = _blocked(tables.subtree_end, keys, 2**31 - 1).amin(1)
+    every = _blocked(tables.subtree_end, keys, 2**31 - 1).amin(1).clamp(max=tables.tokens)
     high = torch.maximum(_blocked(tables.subtree_end, keys, 0).amax(1), begin)
-    empty = begin[:0]
     if window:
-        return _windowed(tables, every, high, keys, rows, tokens, window)
-    count = (every.clamp(max=tables.tokens) - behind).clamp(min=0) // rows
-    full = torch.where(count > 0, behind, high)
-    ranges = torch.stack([full, count, high], 1).contiguous()
-    cost = count * rows
-    for stretch in (full - begin, high - full - count * rows):
-        strips = (stretch + strip_slack(rows, tokens)) // rows * rows
-        cost = cost + strips + -(-(stretch - strips).clamp(min=0) // tokens) * tokens
+        return _windowed(tables, every, high, keys, rows, window)
+    empty = begin[:0]
+    cost = -(-(high - begin) // rows) * rows
+    ranges = torch.stack([begin + keys, every, high], 1).contiguous()
     return KeyLists(*_shares(cost), ranges, empty, empty, cost.sum(dtype=torch.int64) * keys)
 
 
@@ -306,7 +282,7 @@ def _shares(cost: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _windowed(
-    tables: TreeTables, every: Tensor, high: Tensor, keys: int, rows: int, tokens: int, window: int
+    tables: TreeTables, every: Tensor, high: Tensor, keys: int, rows: int, window: int
 ) -> KeyLists:
     from treecompile.runtime.kernels.tree_lists import key_tiles_kernel
 
@@ -314,25 +290,24 @@ def _windowed(
     key_near = _blocked(tables.depth, keys, 2**31 - 1).amin(1)
     key_far = _blocked(tables.depth, keys, 0).amax(1)
     row_depth = _blocked(tables.depth, rows, 0).amax(1)
-    tile_depth = _blocked(tables.depth, tokens, 2**31 - 1).amin(1)
+    tile_depth = _blocked(tables.depth, rows, 2**31 - 1).amin(1)
     if tables.step == STEP_ANY:
         tile_depth = torch.zeros_like(tile_depth)
-    every = every.clamp(max=tables.tokens)
     counts = torch.empty((2, blocks), dtype=torch.int32, device=high.device)
 
     def launch(fill: bool, full_offsets: Tensor, offsets: Tensor, tiles: Tensor) -> None:
         key_tiles_kernel[(blocks,)](
             every, high, key_near, key_far, row_depth, tile_depth, counts, full_offsets, offsets, tiles,
             blocks, tables.tokens, window,
-            KEYS=keys, ROWS=rows, TOKENS=tokens, FULL=tables.step == STEP_ONE, FILL=fill, WIDE=WIDE, num_warps=1,
+            KEYS=keys, ROWS=rows, FULL=tables.step == STEP_ONE, FILL=fill, WIDE=WIDE, num_warps=1,
         )  # fmt: skip
 
     launch(False, counts, counts, counts)
     full, masked = _offsets(counts).unbind(0)
-    # Blocks without full tiles read one all the same.
-    masked = masked + full[-1] + 1
-    tiles = torch.zeros((int(masked[-1]),), dtype=torch.int32, device=high.device)
+    masked = masked + full[-1]
+    # A block without tiles reads one all the same.
+    tiles = torch.zeros((int(masked[-1]) + 1,), dtype=torch.int32, device=high.device)
     launch(True, full, masked, tiles)
     ranges = torch.stack([full[:-1], counts[0], high], 1).contiguous()
-    cost = counts[0] * rows + counts[1] * tokens
+    cost = counts.sum(0, dtype=torch.int32) * rows
     return KeyLists(*_shares(cost), ranges, masked.contiguous(), tiles, cost.sum(dtype=torch.int64) * keys)

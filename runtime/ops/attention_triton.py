@@ -20,7 +20,6 @@ from treecompile.runtime.ops.attention_lists import (
     TreeTables,
     key_lists,
     query_lists,
-    strip_slack,
     tree_tables,
 )
 from treecompile.runtime.ops.attention_math import BLIND
@@ -36,9 +35,9 @@ class Tiles:
     """Launch parameters of one kernel.
 
     Attributes:
-        rows: query rows (tokens times heads) of a tile.
+        rows: query rows of a tile, by query blocks tokens times heads.
         keys: keys of a tile.
-        warps, stages: as Triton takes them; `masked_stages` for the loop over masked tiles.
+        warps, stages: as Triton takes them; `masked_stages` for a loop over masked tiles alone.
     """
 
     rows: int
@@ -153,21 +152,16 @@ class Call:
 
     def key_lists(self, tiles: Tiles) -> KeyLists:
         """Query lists of the key blocks."""
-        return key_lists(
-            self.tables, tiles.keys, tiles.rows, tiles.rows // self.heads(tiles.rows), self.window
-        )
+        return key_lists(self.tables, tiles.keys, tiles.rows, self.window)
 
     def strides(self, grad: Tensor) -> list[int]:
         """Head and token strides of q, k, v and the output's gradient."""
         return [x.stride(i) for x in (self.q, self.k, self.v, grad) for i in (1, 2)]
 
     def sizes(self, tiles: Tiles, *more: Tensor) -> dict[str, Any]:
-        """Constants of a kernel."""
-        heads = self.heads(tiles.rows)
+        """Constants that the kernels have in common."""
         return {
             "GROUP": self.group,
-            "HEADS": heads,
-            "TOKENS": tiles.rows // heads,
             "KEYS": tiles.keys,
             "QK": self.q.shape[3],
             "QK_PAD": column_blocks(self.q.shape[3])[0],
@@ -177,9 +171,17 @@ class Call:
             "SOFTCAP": self.softcap > 0,
             "WINDOW": self.window > 0,
             "TMA": all(_has_descriptor(x) for x in more),
-            "MASKED_STAGES": tiles.masked_stages,
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
+        }
+
+    def packing(self, tiles: Tiles) -> dict[str, int]:
+        """How a kernel by query blocks packs heads and tokens into a tile."""
+        heads = self.heads(tiles.rows)
+        return {
+            "HEADS": heads,
+            "TOKENS": tiles.rows // heads,
+            "MASKED_STAGES": tiles.masked_stages,
         }
 
 
@@ -316,15 +318,15 @@ def triton_forward(
     if tiles is None:
         choice = choice_for(q.shape[3], v.shape[3], shared_memory(q.device))
         tiles = call.shorter(choice.forward, choice.short_forward)
-    sizes = call.sizes(tiles, k, v)
+    sizes, packing = call.sizes(tiles, k, v), call.packing(tiles)
     lists = call.lists(tiles)
-    grid = (lists.order.shape[0], q.shape[1] // sizes["HEADS"])
+    grid = (lists.order.shape[0], q.shape[1] // packing["HEADS"])
     forward_kernel[grid](
         q, k, v, *_descriptors(k, v, tiles.keys, sizes),
         out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
         call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        *call.logits(), call.window, SINKS=sinks is not None, **sizes,
+        *call.logits(), call.window, SINKS=sinks is not None, **packing, **sizes,
     )  # fmt: skip
     return out, lse
 
@@ -391,13 +393,13 @@ def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles:
     from treecompile.runtime.kernels.tree_attention import dq_kernel
 
     q, k, v = call.q, call.k, call.v
-    sizes = call.sizes(tiles, k, v)
+    sizes, packing = call.sizes(tiles, k, v), call.packing(tiles)
     lists = call.lists(tiles)
-    dq_kernel[(lists.order.shape[0], q.shape[1] // sizes["HEADS"])](
+    dq_kernel[(lists.order.shape[0], q.shape[1] // packing["HEADS"])](
         q, k, v, grad, *_descriptors(k, v, tiles.keys, sizes),
         dq, lse2, delta, call.tables.subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
-        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
+        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **packing, **sizes,
     )  # fmt: skip
 
 
@@ -419,7 +421,7 @@ def key_gradients(
         dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
         lists.items, lists.ranges, lists.offsets, lists.tiles,
         call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale,
-        SLACK=strip_slack(tiles.rows, sizes["TOKENS"]), **sizes,
+        ROWS=tiles.rows, **sizes,
     )  # fmt: skip
     if lists.slots:
         for parts, total in ((part_dk, dk), (part_dv, dv)):
