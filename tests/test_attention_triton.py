@@ -93,11 +93,12 @@ def check_lists(tree: RolloutTree, tokens: int, keys: int, window: int = 0, step
         met[queries, index[index >= 0]] += 1
     assert met.max() <= 1
     assert (met[visible] == 1).all()
-    check_key_lists(tables, visible, keys, tokens * 2, window)
+    check_key_lists(tables, visible, keys, tokens, window)
 
 
-def check_key_lists(tables: TreeTables, visible: Any, keys: int, rows: int, window: int) -> None:
-    lists = key_lists(tables, keys, rows, window)
+def check_key_lists(tables: TreeTables, visible: Any, keys: int, tokens: int, window: int) -> None:
+    rows = 2 * tokens
+    lists = key_lists(tables, keys, rows, tokens, window)
     items, blocks = lists.items.tolist(), -(-tables.tokens // keys)
     assert sorted((b, i) for b, i, _, _ in items) == sorted(
         (b, i) for b in range(blocks) for i in range(next(n for c, _, n, _ in items if c == b))
@@ -106,21 +107,21 @@ def check_key_lists(tables: TreeTables, visible: Any, keys: int, rows: int, wind
     assert sorted(slots) == list(range(lists.slots))
     for block, first, shares in lists.split.tolist():
         assert {(block, i, shares, first + i) for i in range(shares)} <= {tuple(item) for item in items}
-    for block, (at, to, high) in enumerate(lists.ranges.tolist()):
+    for block, (full, count, high) in enumerate(lists.ranges.tolist()):
         mine = slice(block * keys, (block + 1) * keys)
         met = np.zeros(visible.shape[0], bool)
         if window:
             listed = lists.tiles.tolist()
-            for tile in listed[at : at + to]:
+            for tile in listed[full : full + count]:
                 queries = slice(tile * rows, (tile + 1) * rows)
                 assert visible[queries, mine].all()
                 assert queries.stop <= visible.shape[0]
                 met[queries] = True
             for tile in listed[lists.offsets[block] : lists.offsets[block + 1]]:
-                assert not met[tile * rows : (tile + 1) * rows].any()
-                met[tile * rows : (tile + 1) * rows] = True
+                assert not met[tile * tokens : (tile + 1) * tokens].any()
+                met[tile * tokens : (tile + 1) * tokens] = True
         else:
-            assert visible[at:to, mine].all()
+            assert visible[full : full + count * rows, mine].all()
             met[block * keys : high] = True
         assert not visible[~met, mine].any()
 
@@ -411,5 +412,5 @@ def test_waste_on_tree_search() -> None:
     tree = RolloutTree.from_rows([row["input_ids"] for row in rows if row["group"] in puzzles])
     tensors = packed(tree)
     useful = int((np.asarray(tree.depth, np.int64) + 1).sum())
-    by_key = key_lists(_tables(tensors, 1), 64, 64, 0)
+    by_key = key_lists(_tables(tensors, 1), 64, 64, 16, 0)
     assert by_key.pairs.item() <= 1.6 * useful

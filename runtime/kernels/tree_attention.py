@@ -199,7 +199,7 @@ def _softmax(top, total, s, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def _weights(s, lse, scale, cap, SOFTCAP: tl.constexpr):
+def _weights(s, lse, visible, scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """Softmax weights from logits and the final log-sum-exp, and the slope of the softcap (1 without)."""
     slope = 1.0
     if SOFTCAP:
@@ -208,6 +208,8 @@ def _weights(s, lse, scale, cap, SOFTCAP: tl.constexpr):
         p = tl.exp2(cap * bend - lse)
     else:
         p = tl.exp2(s * scale - lse)
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
     return p, slope
 
 
@@ -427,7 +429,7 @@ def dq_kernel(
         s = _dot_blocks(qs, ks)
         vs = _tile(v_descriptor, v, kv, start, tokens, v_token, 0, V, V_PAD, KEYS, TMA)
         dp = _dot(d_out, vs.T)
-        p, slope = _weights(s, log_sum[:, None], scale, cap, SOFTCAP)
+        p, slope = _weights(s, log_sum[:, None], live, scale, cap, SOFTCAP, False)
         ds = p * (dp - mean[:, None]) * slope
         acc = _add_dot_blocks(ds.to(ks[0].dtype), ks, acc)
         start, left, run = _next_tile(start, left, run, runs, KEYS)
@@ -448,12 +450,41 @@ def dq_kernel(
             visible = visible & (at[:, None] - key_at[None, :] < window)
         vs = _gather(v, key, real, v_token, V, V_PAD)
         dp = _dot(d_out, vs.T)
-        p, slope = _weights(s, log_sum[:, None], scale, cap, SOFTCAP)
-        p = tl.where(visible, p, 0.0)
+        p, slope = _weights(s, log_sum[:, None], visible, scale, cap, SOFTCAP, True)
         ds = p * (dp - mean[:, None]) * slope
         acc = _add_dot_blocks(ds.to(ks[0].dtype), ks, acc)
 
     _store_blocks(dq, (head * tokens + n) * QK, acc, factor, live, QK, QK_PAD, QK_REST)
+
+
+@triton.jit
+def _key_step(
+    dk,
+    dv,
+    ks,
+    vs,
+    qs,
+    d_out,
+    log_sum,
+    mean,
+    visible,
+    scale,
+    cap,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One query tile's share of dK and dV.
+
+    Scores are computed transposed: on Hopper, Triton up to 3.7.0 miscompiles products with a transposed accumulator.
+    The second product comes before the softmax, so that dV's runs beside what follows it.
+    """
+    s = _dot_blocks(ks, qs)
+    dp = _dot(vs, d_out.T)
+    p, slope = _weights(s, log_sum[None, :], visible, scale, cap, SOFTCAP, MASKED)
+    dv = _add_dot(p.to(d_out.dtype), d_out, dv)
+    ds = p * (dp - mean[None, :]) * slope
+    dk = _add_dot_blocks(ds.to(qs[0].dtype), qs, dk)
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=["tokens", "window"])
@@ -491,7 +522,8 @@ def dkv_kernel(
     window,
     factor,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     QK: tl.constexpr,
     QK_PAD: tl.constexpr,
@@ -501,12 +533,11 @@ def dkv_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ):
-    """Query tiles are ROWS consecutive tokens of one head, with a mask where not all pairs attend.
-
-    One loop for both kinds: where two loops hand the accumulators over, the compiler may move them between registers,
-    and products no longer overlap.
-    """
+    """Query tiles of ROWS consecutive tokens of one head where all pairs attend, masked ones of TOKENS tokens
+    of HEADS heads elsewhere."""
+    ROWS: tl.constexpr = HEADS * TOKENS
     item = items + 4 * tl.program_id(0)
     block = tl.load(item)
     share = tl.load(item + 1)
@@ -521,32 +552,20 @@ def dkv_kernel(
     dk_acc = _zero_blocks(KEYS, QK_PAD, QK_REST)
     dv_acc = tl.zeros([KEYS, V_PAD], tl.float32)
 
-    # Without a window the queries of a block are [low, high), of which all keys see those of [low + KEYS, every). With
-    # one its tiles are listed, the `count` that all keys see apart from the others.
+    # Masked tokens are [low, full) and [after, high), of which the second starts behind the full tiles. With a window
+    # both kinds of tiles are listed, and `full` says where the first are.
     low = block * KEYS
+    full = tl.load(ranges + 3 * block)
+    count = tl.load(ranges + 3 * block + 1)
+    high = tl.load(ranges + 3 * block + 2)
+    after = full + count * ROWS
+    begin = share * (count * GROUP) // shares
     if WINDOW:
-        listed = tl.load(ranges + 3 * block)
-        count = tl.load(ranges + 3 * block + 1)
-        first = tl.load(tile_offsets + block)
-        tiles = count + tl.load(tile_offsets + block + 1) - first
-        key_at = tl.load(column + key, mask=real, other=0)
-    else:
-        every = tl.load(ranges + 3 * block + 1)
-        tiles = tl.cdiv(tl.load(ranges + 3 * block + 2) - low, ROWS)
-    # As unsigned numbers, 0 <= n - key < end - key is one comparison.
-    span = tl.maximum(end - key, 0).to(tl.uint32, bitcast=True)
-    begin = share * (tiles * GROUP) // shares
-    if WINDOW:
-        tile = begin % tl.maximum(tiles, 1)
-        start = tl.load(tile_list + tl.where(tile < count, listed + tile, first + tile - count)) * ROWS
-    for i in range(begin, (share + 1) * (tiles * GROUP) // shares):
-        which = i // tiles
-        tile = i - which * tiles
-        if WINDOW:
-            masked = tile >= count
-        else:
-            start = low + tile * ROWS
-            masked = (start < low + KEYS) | (start + ROWS > every)
+        start = tl.load(tile_list + full + begin % tl.maximum(count, 1)) * ROWS
+    for i in range(begin, (share + 1) * (count * GROUP) // shares):
+        which = i // count
+        if not WINDOW:
+            start = full + (i - which * count) * ROWS
         head = (kv * GROUP + which).to(tl.int64)
         qs = _tile_blocks(
             q_descriptor,
@@ -575,28 +594,48 @@ def dkv_kernel(
             ROWS,
             TMA,
         )
-        n = start + tl.arange(0, ROWS)
-        live = n < tokens
-        log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
-        mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
-        # Scores are computed transposed: on Hopper, Triton up to 3.7.0 miscompiles products with a transposed
-        # accumulator. The second product comes before the softmax, so that dV's runs beside what follows it.
-        s = _dot_blocks(ks, qs)
-        dp = _dot(vs, d_out.T)
-        p, slope = _weights(s, log_sum[None, :], scale, cap, SOFTCAP)
-        if masked:
-            visible = (n[None, :] - key[:, None]).to(tl.uint32, bitcast=True) < span[:, None]
-            if WINDOW:
-                at = tl.load(column + n, mask=live, other=0)
-                visible = visible & (at[None, :] - key_at[:, None] < window)
-            p = tl.where(visible, p, 0.0)
-        dv_acc = _add_dot(p.to(d_out.dtype), d_out, dv_acc)
-        ds = p * (dp - mean[None, :]) * slope
-        dk_acc = _add_dot_blocks(ds.to(qs[0].dtype), qs, dk_acc)
+        at = head * tokens + start + tl.arange(0, ROWS)
+        log_sum = tl.load(lse2 + at)
+        mean = tl.load(delta + at)
+        dk_acc, dv_acc = _key_step(
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False
+        )
         if WINDOW:
             # Known one iteration early, as in the forward.
-            tile = (i + 1) % tiles
-            start = tl.load(tile_list + tl.where(tile < count, listed + tile, first + tile - count)) * ROWS
+            start = tl.load(tile_list + full + (i + 1) % count) * ROWS
+
+    if WINDOW:
+        key_at = tl.load(column + key, mask=real, other=0)
+        first = tl.load(tile_offsets + block)
+        tiles = tl.load(tile_offsets + block + 1) - first
+    else:
+        first = tl.cdiv(full - low, TOKENS)
+        tiles = first + tl.cdiv(high - after, TOKENS)
+    row = tl.arange(0, ROWS)
+    masked = tiles * (GROUP // HEADS)
+    for i in tl.range(share * masked // shares, (share + 1) * masked // shares, num_stages=MASKED_STAGES):
+        part = i // tiles
+        tile = i - part * tiles
+        if WINDOW:
+            start = tl.load(tile_list + first + tile) * TOKENS
+            limit = tokens
+        else:
+            start = tl.where(tile < first, low + tile * TOKENS, after + (tile - first) * TOKENS)
+            limit = tl.where(tile < first, full, high)
+        head = (kv * GROUP + part * HEADS + row // TOKENS).to(tl.int64)
+        n = start + row % TOKENS
+        live = n < limit
+        qs = _query_blocks(q, head, n, live, q_head, q_token, QK, QK_PAD, QK_REST)
+        d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
+        log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
+        mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
+        visible = (key[:, None] <= n[None, :]) & (n[None, :] < end[:, None]) & live[None, :]
+        if WINDOW:
+            at = tl.load(column + n, mask=live, other=0)
+            visible = visible & (at[None, :] - key_at[:, None] < window)
+        dk_acc, dv_acc = _key_step(
+            dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, visible, scale, cap, SOFTCAP, True
+        )
 
     if slot < 0:
         rows = kv.to(tl.int64) * tokens + key

@@ -137,12 +137,13 @@ def key_tiles_kernel(
     window,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     FULL: tl.constexpr,
     FILL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """List the query tiles of a key block, of ROWS tokens: those that all its keys see, and those that its window may
-    reach beside them, in range and not all too deep."""
+    """List the query tiles of a key block: those of ROWS tokens that all its keys see, and those of TOKENS tokens that
+    its window may reach beside them, in range and not all too deep."""
     block = tl.program_id(0)
     begin = tl.minimum(block * KEYS + KEYS, tokens)
     stop = tl.load(every + block)
@@ -165,11 +166,11 @@ def key_tiles_kernel(
     found = 0
     if FILL:
         found = tl.load(offsets + block)
-    for at in range(block * KEYS // ROWS, tl.cdiv(limit, ROWS), WIDE):
+    for at in range(block * KEYS // TOKENS, tl.cdiv(limit, TOKENS), WIDE):
         tile = at + lane
-        taken = tl.load(tile_depth + tile, mask=tile * ROWS < limit, other=2147483647) < far
+        taken = tl.load(tile_depth + tile, mask=tile * TOKENS < limit, other=2147483647) < far
         if FULL:
-            taken = taken & ~_inside(tile, begin, stop, row_depth, near, ROWS)
+            taken = taken & ~_inside(tile * TOKENS // ROWS, begin, stop, row_depth, near, ROWS)
         if FILL:
             tl.store(tiles + found + tl.cumsum(taken.to(tl.int32), 0) - 1, tile, mask=taken)
         found += tl.sum(taken.to(tl.int32))

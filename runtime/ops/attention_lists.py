@@ -77,10 +77,10 @@ class KeyLists:
             shares, whose sums go to slots and are added up in order. Slot -1: the block is one item.
         split: [J, 3], rows (block, first slot, shares) of the blocks in shares.
         slots: number of slots, on the host.
-        ranges: [B, 3], rows (behind the block, end of the queries that all keys see, end of the queries that any key
-            sees). With a window: where the block's full tiles are listed in `tiles`, how many, and the last as before.
+        ranges: [B, 3], rows (first query that all keys see, full tiles from there, end of the queries). With a
+            window the first is where the block's full tiles are listed in `tiles`.
         offsets: [B + 1] into `tiles`, masked ones, with a window only.
-        tiles: query tiles, with a window only: full ones, masked ones, an entry of padding.
+        tiles: query tiles, with a window only: full ones, an entry of padding, masked ones.
         pairs: query-key pairs that are computed, int64 on the device.
     """
 
@@ -222,21 +222,22 @@ def _settle(made: Tensor) -> None:
         torch.cuda.current_stream(made.device).synchronize()
 
 
-def key_lists(tables: TreeTables, keys: int, rows: int, window: int) -> KeyLists:
+def key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int) -> KeyLists:
     """Return the query lists of key blocks of `keys` tokens.
 
     Args:
         tables: the tree.
         keys: tokens of a key block.
-        rows: tokens of a query tile.
+        rows: tokens of a full query tile.
+        tokens: tokens of a masked query tile.
         window: in columns, 0 for none.
 
     Returns:
         The lists, made on first need; the host reads their size.
     """
-    key = "key", keys, rows, window
+    key = "key", keys, rows, tokens, window
     if key not in tables.cache:
-        tables.cache[key] = _key_lists(tables, keys, rows, window)
+        tables.cache[key] = _key_lists(tables, keys, rows, tokens, window)
     made: KeyLists = tables.cache[key]
     return made
 
@@ -246,16 +247,22 @@ def _blocked(x: Tensor, size: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[0] % size), value=fill).view(-1, size)
 
 
-def _key_lists(tables: TreeTables, keys: int, rows: int, window: int) -> KeyLists:
+def _key_lists(tables: TreeTables, keys: int, rows: int, tokens: int, window: int) -> KeyLists:
     blocks = -(-tables.tokens // keys)
     begin = torch.arange(blocks, dtype=torch.int32, device=tables.heavy.device) * keys
-    every = _blocked(tables.subtree_end, keys, 2**31 - 1).amin(1).clamp(max=tables.tokens)
+    behind = (begin + keys).clamp(max=tables.tokens)
+    every = _blocked(tables.subtree_end, keys, 2**31 - 1).amin(1)
     high = torch.maximum(_blocked(tables.subtree_end, keys, 0).amax(1), begin)
-    if window:
-        return _windowed(tables, every, high, keys, rows, window)
     empty = begin[:0]
-    cost = -(-(high - begin) // rows) * rows
-    ranges = torch.stack([begin + keys, every, high], 1).contiguous()
+    if window:
+        return _windowed(tables, every, high, keys, rows, tokens, window)
+    count = (every.clamp(max=tables.tokens) - behind).clamp(min=0) // rows
+    full = torch.where(count > 0, behind, high)
+    ranges = torch.stack([full, count, high], 1).contiguous()
+    before = full - begin
+    after = high - full - count * rows
+    masked = -(-before // tokens) * tokens + -(-after // tokens) * tokens
+    cost = count * rows + masked
     return KeyLists(*_shares(cost), ranges, empty, empty, cost.sum(dtype=torch.int64) * keys)
 
 
@@ -282,7 +289,7 @@ def _shares(cost: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _windowed(
-    tables: TreeTables, every: Tensor, high: Tensor, keys: int, rows: int, window: int
+    tables: TreeTables, every: Tensor, high: Tensor, keys: int, rows: int, tokens: int, window: int
 ) -> KeyLists:
     from treecompile.runtime.kernels.tree_lists import key_tiles_kernel
 
@@ -290,24 +297,25 @@ def _windowed(
     key_near = _blocked(tables.depth, keys, 2**31 - 1).amin(1)
     key_far = _blocked(tables.depth, keys, 0).amax(1)
     row_depth = _blocked(tables.depth, rows, 0).amax(1)
-    tile_depth = _blocked(tables.depth, rows, 2**31 - 1).amin(1)
+    tile_depth = _blocked(tables.depth, tokens, 2**31 - 1).amin(1)
     if tables.step == STEP_ANY:
         tile_depth = torch.zeros_like(tile_depth)
+    every = every.clamp(max=tables.tokens)
     counts = torch.empty((2, blocks), dtype=torch.int32, device=high.device)
 
     def launch(fill: bool, full_offsets: Tensor, offsets: Tensor, tiles: Tensor) -> None:
         key_tiles_kernel[(blocks,)](
             every, high, key_near, key_far, row_depth, tile_depth, counts, full_offsets, offsets, tiles,
             blocks, tables.tokens, window,
-            KEYS=keys, ROWS=rows, FULL=tables.step == STEP_ONE, FILL=fill, WIDE=WIDE, num_warps=1,
+            KEYS=keys, ROWS=rows, TOKENS=tokens, FULL=tables.step == STEP_ONE, FILL=fill, WIDE=WIDE, num_warps=1,
         )  # fmt: skip
 
     launch(False, counts, counts, counts)
     full, masked = _offsets(counts).unbind(0)
-    masked = masked + full[-1]
-    # A block without tiles reads one all the same.
-    tiles = torch.zeros((int(masked[-1]) + 1,), dtype=torch.int32, device=high.device)
+    # Blocks without full tiles read one all the same.
+    masked = masked + full[-1] + 1
+    tiles = torch.zeros((int(masked[-1]),), dtype=torch.int32, device=high.device)
     launch(True, full, masked, tiles)
     ranges = torch.stack([full[:-1], counts[0], high], 1).contiguous()
-    cost = counts.sum(0, dtype=torch.int32) * rows
+    cost = counts[0] * rows + counts[1] * tokens
     return KeyLists(*_shares(cost), ranges, masked.contiguous(), tiles, cost.sum(dtype=torch.int64) * keys)

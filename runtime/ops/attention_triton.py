@@ -35,9 +35,9 @@ class Tiles:
     """Launch parameters of one kernel.
 
     Attributes:
-        rows: query rows of a tile, by query blocks tokens times heads.
+        rows: query rows (tokens times heads) of a tile.
         keys: keys of a tile.
-        warps, stages: as Triton takes them; `masked_stages` for a loop over masked tiles alone.
+        warps, stages: as Triton takes them; `masked_stages` for the loop over masked tiles.
     """
 
     rows: int
@@ -152,16 +152,21 @@ class Call:
 
     def key_lists(self, tiles: Tiles) -> KeyLists:
         """Query lists of the key blocks."""
-        return key_lists(self.tables, tiles.keys, tiles.rows, self.window)
+        return key_lists(
+            self.tables, tiles.keys, tiles.rows, tiles.rows // self.heads(tiles.rows), self.window
+        )
 
     def strides(self, grad: Tensor) -> list[int]:
         """Head and token strides of q, k, v and the output's gradient."""
         return [x.stride(i) for x in (self.q, self.k, self.v, grad) for i in (1, 2)]
 
     def sizes(self, tiles: Tiles, *more: Tensor) -> dict[str, Any]:
-        """Constants that the kernels have in common."""
+        """Constants of a kernel."""
+        heads = self.heads(tiles.rows)
         return {
             "GROUP": self.group,
+            "HEADS": heads,
+            "TOKENS": tiles.rows // heads,
             "KEYS": tiles.keys,
             "QK": self.q.shape[3],
             "QK_PAD": column_blocks(self.q.shape[3])[0],
@@ -171,17 +176,9 @@ class Call:
             "SOFTCAP": self.softcap > 0,
             "WINDOW": self.window > 0,
             "TMA": all(_has_descriptor(x) for x in more),
+            "MASKED_STAGES": tiles.masked_stages,
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
-        }
-
-    def packing(self, tiles: Tiles) -> dict[str, int]:
-        """How a kernel by query blocks packs heads and tokens into a tile."""
-        heads = self.heads(tiles.rows)
-        return {
-            "HEADS": heads,
-            "TOKENS": tiles.rows // heads,
-            "MASKED_STAGES": tiles.masked_stages,
         }
 
 
@@ -318,15 +315,15 @@ def triton_forward(
     if tiles is None:
         choice = choice_for(q.shape[3], v.shape[3], shared_memory(q.device))
         tiles = call.shorter(choice.forward, choice.short_forward)
-    sizes, packing = call.sizes(tiles, k, v), call.packing(tiles)
+    sizes = call.sizes(tiles, k, v)
     lists = call.lists(tiles)
-    grid = (lists.order.shape[0], q.shape[1] // packing["HEADS"])
+    grid = (lists.order.shape[0], q.shape[1] // sizes["HEADS"])
     forward_kernel[grid](
         q, k, v, *_descriptors(k, v, tiles.keys, sizes),
         out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
         call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        *call.logits(), call.window, SINKS=sinks is not None, **packing, **sizes,
+        *call.logits(), call.window, SINKS=sinks is not None, **sizes,
     )  # fmt: skip
     return out, lse
 
@@ -393,13 +390,13 @@ def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles:
     from treecompile.runtime.kernels.tree_attention import dq_kernel
 
     q, k, v = call.q, call.k, call.v
-    sizes, packing = call.sizes(tiles, k, v), call.packing(tiles)
+    sizes = call.sizes(tiles, k, v)
     lists = call.lists(tiles)
-    dq_kernel[(lists.order.shape[0], q.shape[1] // packing["HEADS"])](
+    dq_kernel[(lists.order.shape[0], q.shape[1] // sizes["HEADS"])](
         q, k, v, grad, *_descriptors(k, v, tiles.keys, sizes),
         dq, lse2, delta, call.tables.subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
-        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **packing, **sizes,
+        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
     )  # fmt: skip
 
 
@@ -420,8 +417,7 @@ def key_gradients(
         q, k, v, grad, *_descriptors(q, grad, tiles.rows, sizes),
         dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
         lists.items, lists.ranges, lists.offsets, lists.tiles,
-        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale,
-        ROWS=tiles.rows, **sizes,
+        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
     )  # fmt: skip
     if lists.slots:
         for parts, total in ((part_dk, dk), (part_dv, dv)):
