@@ -1,4 +1,4 @@
-"""Linear attentions in plain PyTorch, chunk by chunk, between given states: what the rounds executor is checked with.
+"""Linear attentions in plain PyTorch, chunk by chunk, between given states: what the rounds executor runs by itself.
 
 Suffixes: T tokens of a call, Q sequences, K chunks, C chunk size, H heads, G key heads (H a multiple of G), D key
 width, V value width.
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.errors import OptionError
+from treecompile.runtime.ops.recurrence_chunks import lowest_gate
 
 __all__ = ["ChunkResult", "recurrence_in_chunks"]
 
@@ -67,7 +68,7 @@ def recurrence_in_chunks(
         scale: factor of the queries; None is D ** -0.5.
 
     Returns:
-        outputs, final and boundary states. Computed in fp64 for fp64 values, else in fp32.
+        outputs, final and boundary states. Computed in fp64 for fp64 values, else in fp32 (sums of gates in fp64).
 
     Raises:
         OptionError: offsets that do not cut T tokens into non-empty sequences, or a chunk below 1.
@@ -95,24 +96,33 @@ def recurrence_in_chunks(
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     # Tokens of every chunk, the absent ones of a partial chunk reading a row of zeros: no decay, no update.
     count = [-(-size // chunk) for size in sizes]
-    rows = torch.full((sum(count), chunk), total, dtype=torch.int64)
-    at = 0
-    for begin, size, chunks in zip(bounds, sizes, count, strict=False):
+    first = list(itertools.accumulate(count, initial=0))
+    rows = torch.full((first[-1], chunk), total, dtype=torch.int64)
+    for begin, size, at, chunks in zip(bounds, sizes, first, count, strict=False):
         rows[at : at + chunks].view(-1)[:size] = torch.arange(begin, begin + size)
-        at += chunks
-    rows = rows.to(device)
+    # Chunks in order of steps, so that a step reads slices: one chunk of each sequence that goes on.
+    active, order = list(range(len(sizes))), list[int]()
+    kept: list[list[int]] = []
+    for step in range(max(count, default=0)):
+        kept.append([i for i, sequence in enumerate(active) if count[sequence] > step])
+        active = [active[i] for i in kept[-1]]
+        order += [first[sequence] + step for sequence in active]
+    by_step = torch.tensor(order, dtype=torch.int64)
+    read, back = rows[by_step].to(device), by_step.argsort().to(device)
 
     def chunked(x: Tensor) -> Tensor:
         """[K, H, C, ...]."""
-        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).to(dtype)[rows].transpose(1, 2)
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])]).to(dtype)[read].transpose(1, 2)
         return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
 
     q = chunked(query) * (query.shape[-1] ** -0.5 if scale is None else scale)
     k, v = chunked(key), chunked(value)
-    # [K, H, C, 1], or D in place of 1.
-    decay = chunked(gate if gate.dim() == 3 else gate.unsqueeze(-1)).cumsum(-2)
+    # [K, H, C, 1], or D in place of 1. Differences lose what two sums have in common: they are taken in fp64.
+    logs = chunked(gate if gate.dim() == 3 else gate.unsqueeze(-1)).clamp(min=lowest_gate(dtype))
+    sums = logs.double().cumsum(-2)
+    decay = sums.to(dtype).exp()
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril().unsqueeze(-1)
-    between = (decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(~causal, -torch.inf).exp()
+    between = (sums.unsqueeze(-2) - sums.unsqueeze(-3)).to(dtype).masked_fill(~causal, -torch.inf).exp()
 
     def products(x: Tensor) -> Tensor:
         """[K, H, C, C] `x_i' (d_ij * k_j)`."""
@@ -125,38 +135,35 @@ def recurrence_in_chunks(
         b = chunked(beta).unsqueeze(-1)
         solved = torch.linalg.solve_triangular(
             (b * products(k)).tril(-1) + torch.eye(chunk, dtype=dtype, device=device),
-            torch.cat([b * v, b * decay.exp() * k], dim=-1),
+            torch.cat([b * v, b * decay * k], dim=-1),
             upper=False,
             unitriangular=True,
         )
         own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     inner = products(q)
-    outer = q * decay.exp()
-    leaving = k * (decay[..., -1:, :] - decay).exp()
-    remains = decay[..., -1, :].exp().unsqueeze(-1)
+    outer = q * decay
+    leaving = k * (sums[..., -1:, :] - sums).to(dtype).exp()
+    remains = decay[..., -1, :].unsqueeze(-1)
 
     shape = (len(sizes), heads, key.shape[-1], value.shape[-1])
     state = value.new_zeros(shape, dtype=dtype) if initial is None else initial.to(dtype)
-    first = [sum(count[:i]) for i in range(len(count))]
-    order, outs, states = [], [], []
-    active = list(range(len(sizes)))
-    for step in range(max(count, default=0)):
-        going = [i for i, sequence in enumerate(active) if count[sequence] > step]
-        active = [active[i] for i in going]
-        state = state[torch.tensor(going, device=device)]
-        now = torch.tensor([first[sequence] + step for sequence in active], device=device)
-        update = own[now] if seen is None else own[now] - seen[now] @ state
-        outs.append(outer[now] @ state + inner[now] @ update)
-        state = remains[now] * state + leaving[now].transpose(-1, -2) @ update
+    if not kept:
+        return ChunkResult(torch.zeros_like(value), state, state.new_zeros(0, *shape[1:]))
+
+    def steps(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(x, [len(going) for going in kept])
+
+    outs, states = [], []
+    known = steps(own) if seen is None else zip(steps(own), steps(seen), strict=True)
+    for going, rule, *local in zip(kept, known, *map(steps, (inner, outer, leaving, remains)), strict=True):
+        within, above, write, keep = local
+        if len(going) < len(state):
+            state = state[torch.tensor(going, device=device)]
+        update = rule if isinstance(rule, Tensor) else rule[0] - rule[1] @ state
+        outs.append(above @ state + within @ update)
+        state = keep * state + write.transpose(-1, -2) @ update
         states.append(state)
-        order.append(now)
-    if not order:
-        empty = state.new_zeros(0, *shape[1:])
-        return ChunkResult(torch.zeros_like(value), state, empty)
-    back = torch.cat(order).argsort()
     boundary = torch.cat(states)[back]
     out = torch.cat(outs)[back].transpose(1, 2).reshape(-1, heads, value.shape[-1])
-    last = torch.tensor(
-        [begin + chunks - 1 for begin, chunks in zip(first, count, strict=True)], device=device
-    )
-    return ChunkResult(out[(rows.reshape(-1) < total)].to(value.dtype), boundary[last], boundary)
+    last = torch.tensor(first[1:], device=device) - 1
+    return ChunkResult(out[(rows.reshape(-1) < total).to(device)].to(value.dtype), boundary[last], boundary)
