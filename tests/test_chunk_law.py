@@ -19,7 +19,7 @@ from tests.test_chunks import NAMED, build, from_rows
 from treecompile.runtime.chunks import chunk_plan
 from treecompile.runtime.errors import OptionError
 from treecompile.runtime.ops.chunk_reference import ChunkResult, recurrence_in_chunks
-from treecompile.runtime.ops.chunk_rounds import run_rounds
+from treecompile.runtime.ops.chunk_rounds import round_tables, run_rounds
 from treecompile.runtime.rounds import States
 from treecompile.runtime.tree import RolloutTree
 
@@ -145,7 +145,7 @@ def law(
         result = chunks(packed, offsets, initial, chunk=chunk)
         return result if states == "boundary" else result._replace(boundary=torch.full_like(zero, torch.nan))
 
-    out, final = run_rounds(plan, op, x, zero, states)
+    out, final = run_rounds(round_tables(plan, zero.device, states), op, x, zero)
     assert final is not None
     pads = torch.from_numpy(plan.owner < 0)
     assert bool((out[pads] == 0).all())
@@ -205,7 +205,7 @@ def test_generated_edge_cases_obey_the_law(states: States) -> None:
 def test_an_empty_tree_is_refused() -> None:
     plan = chunk_plan(RolloutTree.from_rows([]))
     with pytest.raises(OptionError, match="needs no recurrence"):
-        run_rounds(plan, lambda *_: pytest.fail("called"), inputs(0), torch.zeros(1))
+        round_tables(plan, torch.device("cpu"))
 
 
 @settings(max_examples=40, deadline=None)
