@@ -41,6 +41,7 @@ EXEMPLARY = {
     f"treecompile.runtime.{name}"
     for name in (
         "chunks", "rounds", "dag", "segment_table", "ops.chunk_reference", "ops.chunk_rounds", "ops.recurrence",
-        "ops.recurrence_plan", "ops.recurrence_paths", "ops.causal_conv", "ops.causal_conv_tables",
+        "ops.recurrence_choice", "ops.recurrence_plan", "ops.recurrence_paths", "ops.recurrence_rounds",
+        "ops.causal_conv", "ops.causal_conv_tables",
     )
 }  # fmt: skip

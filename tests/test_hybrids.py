@@ -26,8 +26,8 @@ from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
 from treecompile.leaves import install, recurrence, scope
 from treecompile.runtime.chunks import Alignment, ChunkPlan
+from treecompile.runtime.ops import chunk_rounds, recurrence_choice, recurrence_plan, recurrence_rounds
 from treecompile.runtime.ops import recurrence as op
-from treecompile.runtime.ops import recurrence_plan
 from treecompile.runtime.ops.leaf_recurrence import leaf_recurrence
 
 pytest.importorskip("transformers")
@@ -127,6 +127,21 @@ def test_alignments(name: str, alignment: str) -> None:
     with law.as_written(), mock.patch.object(recurrence_plan, "block_plan", spy):
         assert_law(HYBRIDS[name].build(), batch("ragged"), alignment=alignment)
     assert set(asked) == {alignment}
+
+
+def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a model in the executor that the environment asks for, forward and backward."""
+    recorded = []
+
+    def spy(*args: Any) -> Any:
+        recorded.append(torch.is_grad_enabled())
+        return chunk_rounds.run_rounds(*args)
+
+    monkeypatch.setenv(recurrence_choice.VARIABLE, "rounds")
+    monkeypatch.setattr(recurrence_rounds, "run_rounds", spy)
+    with law.as_written():
+        assert_law(HYBRIDS["qwen3_5"].build(), batch("ragged"))
+    assert set(recorded) == {False, True}
 
 
 @pytest.mark.parametrize("mask", [m for m in MASKS if m != "ragged"])

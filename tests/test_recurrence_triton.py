@@ -33,6 +33,7 @@ from treecompile.runtime.ops import (
     tree_recurrence_backward,
     tree_recurrence_reference,
 )
+from treecompile.runtime.ops.recurrence_choice import VARIABLE
 from treecompile.runtime.ops.recurrence_paths import path_tables
 from treecompile.runtime.tree import RolloutTree
 
@@ -118,7 +119,7 @@ INTERPRETED = {
 
 @contextmanager
 def by_kernels(ask: str = "triton") -> Iterator[None]:
-    with mock.patch.dict(os.environ, {recurrence_triton.VARIABLE: ask}):
+    with mock.patch.dict(os.environ, {VARIABLE: ask}):
         yield
 
 
@@ -260,7 +261,7 @@ def test_why_not() -> None:
         assert recurrence_triton.why_not(x, x, x[..., 0], x[..., 0], 64) == "pytorch was asked for"
     with by_kernels(), pytest.raises(ValueError, match="not on a CUDA device"):
         recurrence_triton.why_not(x, x, x[..., 0], x[..., 0], 64)
-    with by_kernels("fast"), pytest.raises(ValueError, match="there are triton and pytorch"):
+    with by_kernels("fast"), pytest.raises(ValueError, match="there are triton, pytorch, rounds and fla"):
         recurrence_triton.why_not(x, x, x[..., 0], x[..., 0], 64)
 
 

@@ -1,4 +1,4 @@
-"""What ops share that run a model's own function on real tensors, beyond the reach of a trace.
+"""What ops share that run a function on real tensors, beyond the reach of a trace: a model's own, or a chunkwise one.
 
 Such an op records nothing for autograd: its backward runs the function again, with autograd, and differentiates it.
 """

@@ -7,13 +7,15 @@ Per token, from the state S [D, V] that its parent left (zero above a root), a =
 
     S <- a * S;   S <- S + beta k (v - S' k)'   (beta None: S <- S + k v');   out = scale S' q
 
-Two executors of one contract: Triton kernels for the delta rule on a GPU (`recurrence_triton`), and the plain PyTorch
-below for the rest, their specification.
+Two executors of one contract are chosen from: Triton kernels for the delta rule on a GPU (`recurrence_triton`), and the
+plain PyTorch below for the rest, their specification. Others run if the environment asks for them
+(`recurrence_choice`): chunkwise functions, ours or those of flash-linear-attention, in packed calls
+(`recurrence_rounds`).
 
-Every path keeps its own grid of chunks (`treecompile.runtime.chunks`). What is local to a chunk is computed for many
-blocks at once (`recurrence_chunks`); states pass from level to level of the chunk trie, all blocks of a level at once:
-as many steps as the longest path has chunks, however many forks there are. Nothing is saved for the backward pass but
-the inputs; sums are taken in fixed order, results repeat bit for bit.
+In PyTorch, every path keeps its own grid of chunks (`treecompile.runtime.chunks`). What is local to a chunk is computed
+for many blocks at once (`recurrence_chunks`); states pass from level to level of the chunk trie, all blocks of a level
+at once: as many steps as the longest path has chunks, however many forks there are. Nothing is saved for the backward
+pass but the inputs; sums are taken in fixed order, results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from torch import Tensor
 
 from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.ops.attention_math import accumulation_dtype
+from treecompile.runtime.ops.chunk_rounds import RoundTables
+from treecompile.runtime.ops.recurrence_choice import asked_executor
 from treecompile.runtime.ops.recurrence_chunks import (
     Delta,
     Local,
@@ -37,6 +41,12 @@ from treecompile.runtime.ops.recurrence_chunks import (
 )
 from treecompile.runtime.ops.recurrence_paths import PathTables, path_tables
 from treecompile.runtime.ops.recurrence_plan import RecurrenceTables, Slice, recurrence_tables
+from treecompile.runtime.ops.recurrence_rounds import (
+    STATES,
+    recurrence_rounds,
+    rounds_backward,
+    rounds_forward,
+)
 from treecompile.runtime.ops.recurrence_triton import (
     Inputs,
     attempt,
@@ -86,12 +96,13 @@ def _forward(
             last fork, so that no token is computed twice; "auto", whichever has fewer chunks.
 
     Returns:
-        [1, N, H, V] contiguous in v's dtype. PyTorch computes in fp32, fp64 for fp64 v. The kernels multiply operands
-        of the widest dtype of q, k and v, fp32 ones as `torch.get_float32_matmul_precision` says, and keep states,
-        decays and sums in fp32.
+        [1, N, H, V] contiguous in v's dtype. PyTorch and "rounds" compute in fp32, fp64 for fp64 v. The kernels
+        multiply operands of the widest dtype of q, k and v, fp32 ones as `torch.get_float32_matmul_precision` says, and
+        keep states, decays and sums in fp32; flash-linear-attention gets operands, states and decays in the same.
 
     Raises:
-        ValueError: shapes that disagree, a table of another tree, leaf pads, a chunk below 1, another alignment.
+        ValueError: shapes that disagree, a table of another tree, leaf pads, a chunk below 1, another alignment; an
+            executor that `TREECOMPILE_RECURRENCE` asks for and that does not exist or cannot run these inputs.
 
     Example:
         >>> table = torch.tensor([[0, 2, -1, 4], [2, 3, 0, 3], [3, 4, 0, 4]], dtype=torch.int32)
@@ -110,11 +121,20 @@ def _forward(
         - SSD (Mamba2; Dao and Gu, "Transformers are SSMs", 2024): q = C, k = B, v = dt x, gate = dt A, scale 1;
         - lightning attention (MiniMax, 2025): gate = -slope of the head, scale 1.
 
+        `TREECOMPILE_RECURRENCE` asks for an executor, of all calls: "triton"; "pytorch"; "rounds", our
+        `recurrence_in_chunks` with a packed call per round; "fla", the functions of flash-linear-attention likewise.
+
         Blocks are computed in slices of at most `SLICE_BYTES`, by the kernels in heads of at most
-        `recurrence_triton.SCRATCH_BYTES`. Autocast casts nothing: the models say what they compute in.
+        `recurrence_triton.SCRATCH_BYTES`; rounds are computed whole. Autocast casts nothing: the models say what they
+        compute in.
     """
     _check(q, k, v, gate, beta)
-    if v.numel() and beta is not None and not why_not(k, v, gate, beta, chunk):
+    asked = asked_executor()
+    if v.numel() and asked in STATES:
+        tables = recurrence_rounds(segments_host, chunk, v.device, alignment, asked)
+        _check_tree(tables, subtree_end)
+        return rounds_forward(_given(q, k, v, gate, beta), tables, scale, chunk, asked)
+    if v.numel() and not why_not(k, v, gate, beta, chunk) and beta is not None:
         inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
         made = attempt(lambda: delta_rule_forward(inputs), k, v)
         if made is not None:
@@ -383,6 +403,10 @@ def _rows(x: Tensor) -> Tensor:
     return x[0].contiguous()
 
 
+def _given(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None) -> list[Tensor]:
+    return [q, k, v, gate] if beta is None else [q, k, v, gate, beta]
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None) -> None:
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or q.shape[:2] != v.shape[:2] or q.shape[0] != 1:
         raise ValueError(f"tree_recurrence takes one packed row, got {q.shape}, {k.shape}, {v.shape}")
@@ -395,7 +419,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None) -
         raise ValueError(f"tree_recurrence: beta of shape {beta.shape} for v {v.shape}")
 
 
-def _check_tree(tables: RecurrenceTables | PathTables, subtree_end: Tensor) -> None:
+def _check_tree(tables: RecurrenceTables | PathTables | RoundTables, subtree_end: Tensor) -> None:
     """Compare the two descriptions of the tree: on the host all of it, on a device the number of tokens."""
     if tables.tokens != subtree_end.shape[0]:
         raise ValueError(f"tree_recurrence: a table of {tables.tokens} tokens for {subtree_end.shape[0]}")
@@ -430,11 +454,20 @@ def _backward(
         contiguous tensors of the arguments' shapes and dtypes.
 
     Notes:
-        States are computed again, level by level, and those at the beginning of each slice kept; then slices run
-        in reverse. Gradients of a replayed token are added up over the blocks that hold it.
+        In PyTorch, states are computed again, level by level, and those at the beginning of each slice kept; then
+        slices run in reverse. Rounds run again, with autograd. Gradients of a replayed token are added up over the
+        blocks that hold it.
     """
     _check(q, k, v, gate, beta)
-    if grad.numel() and beta is not None and not why_not(k, v, gate, beta, chunk):
+    asked = asked_executor()
+    if grad.numel() and asked in STATES:
+        tables = recurrence_rounds(segments_host, chunk, v.device, alignment, asked)
+        _check_tree(tables, subtree_end)
+        made = rounds_backward(grad, _given(q, k, v, gate, beta), tables, scale, chunk, asked)
+        if beta is None:
+            made.append(q.new_zeros((0,)))
+        return made[0], made[1], made[2], made[3], made[4]
+    if grad.numel() and not why_not(k, v, gate, beta, chunk) and beta is not None:
         inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
         rows = _rows(grad).to(inputs.v.dtype)
         grads = attempt(lambda: delta_rule_backward(rows, inputs), k, v)

@@ -6,7 +6,6 @@ specification.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from treecompile.runtime.ops.recurrence_choice import VARIABLE, asked_executor
 from treecompile.runtime.ops.recurrence_chunks import lowest_gate
 from treecompile.runtime.ops.recurrence_paths import PathTables
 from treecompile.runtime.ops.triton_device import why_no_triton
@@ -23,8 +23,6 @@ __all__ = ["Inputs", "attempt", "delta_rule_backward", "delta_rule_forward", "wh
 Result = TypeVar("Result")
 
 MOST_CHUNK, MOST_SIZE = 64, 256
-# Chooses who runs: "triton" or "pytorch".
-VARIABLE = "TREECOMPILE_RECURRENCE"
 
 
 def why_not(k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, chunk: int) -> str:
@@ -41,11 +39,9 @@ def why_not(k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, chunk: int)
         >>> why_not(x, x, x[..., 0], x[..., 0], 64)
         'not on a CUDA device'
     """
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "triton", "pytorch"):
-        raise ValueError(f"{VARIABLE}={asked!r}: there are triton and pytorch")
-    if asked == "pytorch":
-        return "pytorch was asked for"
+    asked = asked_executor()
+    if asked not in ("", "triton"):
+        return f"{asked} was asked for"
     found = _why_not(k, v, gate, beta, chunk)
     if asked and found:
         raise ValueError(f"{VARIABLE}=triton: {found}")
