@@ -38,6 +38,8 @@ from treecompile.runtime.tree import RolloutTree
 Rows = list[list[int]]
 # Cycles, about a millisecond.
 SLEEP = 2_000_000
+# How often all cases of a workload are timed, one after the other.
+TURNS = 3
 Table = npt.NDArray[np.int32]
 
 
@@ -421,34 +423,50 @@ def times(function: Callable[[], Any], milliseconds: float) -> list[float]:
 
 
 def measure(load: Workload, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Lines of the table for one workload."""
+    """Lines of the table for one workload. Cases are timed in turn: a GPU's clock drifts by several percent."""
+    cases: list[Case] = []
     for name in options.executors.split(","):
         try:
-            for case in EXECUTORS[name](load):
-                taken = times(case.run, options.milliseconds)
-                median = statistics.median(taken)
-                useful = case.flops / median / 1e9
-                yield {
-                    "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                    "gpu": torch.cuda.get_device_name(),
-                    "torch": torch.__version__,
-                    "triton": _triton_version(),
-                    "dtype": options.dtype,
-                    "heads": f"{options.heads}/{options.kv_heads}",
-                    "head_size": f"{options.head_size}/{options.v_size}",
-                    "workload": load.name,
-                    "tokens": load.tokens,
-                    "executor": case.executor,
-                    "what": case.what,
-                    "ms": round(median, 3),
-                    "low": round(taken[len(taken) // 10], 3),
-                    "high": round(taken[-1 - len(taken) // 10], 3),
-                    "useful_tflops": round(useful, 1),
-                    "waste": "" if case.waste is None else round(case.waste, 3),
-                    "hardware_tflops": "" if case.waste is None else round(case.waste * useful, 1),
-                }
+            cases += EXECUTORS[name](load)
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
-            print(f"{load.name}: {name} left out: {str(error).splitlines()[0][:120]}")
+            left_out(load, name, error)
+    taken: dict[int, list[float]] = {i: [] for i in range(len(cases))}
+    for _ in range(TURNS):
+        for i in list(taken):
+            try:
+                taken[i] += times(cases[i].run, options.milliseconds / TURNS)
+            except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+                left_out(load, f"{cases[i].executor} {cases[i].what}", error)
+                del taken[i]
+    for i, found in taken.items():
+        case, found = cases[i], sorted(found)
+        median = statistics.median(found)
+        useful = case.flops / median / 1e9
+        yield {
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": _triton_version(),
+            "dtype": options.dtype,
+            "heads": f"{options.heads}/{options.kv_heads}",
+            "head_size": f"{options.head_size}/{options.v_size}",
+            "workload": load.name,
+            "tokens": load.tokens,
+            "executor": case.executor,
+            "what": case.what,
+            "ms": round(median, 3),
+            "low": round(found[len(found) // 10], 3),
+            "high": round(found[-1 - len(found) // 10], 3),
+            "useful_tflops": round(useful, 1),
+            "waste": "" if case.waste is None else round(case.waste, 3),
+            "hardware_tflops": "" if case.waste is None else round(case.waste * useful, 1),
+        }
+
+
+def left_out(load: Workload, name: str, error: Exception) -> None:
+    """Say what did not run, and why."""
+    torch.cuda.empty_cache()
+    print(f"{load.name}: {name} left out: {str(error).splitlines()[0][:120]}")
 
 
 def _triton_version() -> str:
