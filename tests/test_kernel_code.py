@@ -71,17 +71,21 @@ def assembled(kernel: Any, constants: dict[str, Any], tiles: Tiles, loaded: int,
     return said.stdout + said.stderr
 
 
-@pytest.mark.parametrize("window", [False, True], ids=["all", "window"])
+@pytest.mark.parametrize(
+    ("size", "window"),
+    [(64, False), (128, False), (128, True), (256, False)],
+    ids=["64", "128", "window", "256"],
+)
 @pytest.mark.parametrize("name", ["forward", "short_forward", "dq", "short_dq", "dkv"])
-def test_products_overlap(name: str, window: bool, tmp_path: Path) -> None:
+def test_products_overlap(name: str, size: int, window: bool, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from treecompile.runtime.kernels import tree_attention as kernels
 
-    tiles: Tiles = getattr(choice_for(128, 128), name)
+    tiles: Tiles = getattr(choice_for(size, size), name)
     heads = shared_heads(GROUP, tiles.rows)
     constants = {
         "GROUP": GROUP, "HEADS": heads, "TOKENS": tiles.rows // heads, "KEYS": tiles.keys,
-        "QK": 128, "QK_PAD": column_blocks(128)[0], "QK_REST": 0, "V": 128, "V_PAD": padded_size(128),
+        "QK": size, "QK_PAD": column_blocks(size)[0], "QK_REST": 0, "V": size, "V_PAD": padded_size(size),
         "SOFTCAP": False, "WINDOW": window, "TMA": True, "SINKS": False, "MASKED_STAGES": tiles.masked_stages,
     }  # fmt: skip
     kernel = getattr(kernels, f"{name.removeprefix('short_')}_kernel")
