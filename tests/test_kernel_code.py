@@ -65,6 +65,8 @@ def assembled(kernel: Any, constants: dict[str, Any], tiles: Tiles, loaded: int,
     text = folder / "kernel.ptx"
     text.write_text(made.asm["ptx"])
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if not ptxas.exists():
+        pytest.skip("this Triton brings no assembler for NVIDIA GPUs")
     said = subprocess.run(
         [ptxas, "-v", "--gpu-name=sm_90a", "-o", os.devnull, text], capture_output=True, text=True, check=True
     )
