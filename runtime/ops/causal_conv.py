@@ -142,7 +142,7 @@ def _forward(
 
         return kernels.forward(_rows(x), weight, bias, tables, activation).t().unsqueeze(0)
     dtype = accumulation_dtype(x.dtype)
-    out = _convolved(_rows(x).to(dtype), weight.to(dtype).t(), bias, tables)
+    out = _convolved(_rows(x).to(dtype), _taps(weight, dtype), bias, tables)
     if activation == "silu":
         out = F.silu(out, inplace=True)
     return out.to(x.dtype).t().unsqueeze(0)
@@ -160,6 +160,11 @@ def _convolved(values: Tensor, taps: Tensor, bias: Tensor | None, tables: ConvTa
             apart.addcmul_(_read(values, ancestors), taps[-1 - j])
         out.index_copy_(0, tables.odd, apart)
     return out
+
+
+def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[W, C]: channels adjacent, or each product with a row would read them one by one."""
+    return weight.to(dtype).t().contiguous()
 
 
 def _shifts(taps: Tensor, tables: ConvTables) -> range:
@@ -205,7 +210,7 @@ def _backward(
         return rows.t().unsqueeze(0), by_weight.to(weight.dtype).contiguous(), dbias
     # In rows [N, C], where channels are adjacent: a sum over tokens then runs along the channels.
     dtype = accumulation_dtype(x.dtype)
-    g, values, taps = _rows(grad).to(dtype), _rows(x).to(dtype), weight.to(dtype).t()
+    g, values, taps = _rows(grad).to(dtype), _rows(x).to(dtype), _taps(weight, dtype)
     if activation == "silu":
         g = torch.ops.aten.silu_backward(g, _convolved(values, taps, bias, tables))
     dbias = x.new_empty((0,)) if bias is None else g.sum(0).to(bias.dtype)
