@@ -132,6 +132,10 @@ class Call:
         """Query heads that share a tile."""
         return shared_heads(self.group, rows)
 
+    def tokens_of(self, tiles: Tiles) -> int:
+        """Query tokens of a tile, each with the heads that share it."""
+        return tiles.rows // self.heads(tiles.rows)
+
     def logits(self) -> tuple[float, float]:
         """`scale` and `cap` as the kernels take them."""
         if self.softcap > 0:
@@ -140,11 +144,11 @@ class Call:
 
     def lists(self, tiles: Tiles) -> QueryLists:
         """Key lists of the query blocks."""
-        return query_lists(self.tables, tiles.rows // self.heads(tiles.rows), tiles.keys, self.window)
+        return query_lists(self.tables, self.tokens_of(tiles), tiles.keys, self.window)
 
     def pairs(self, tiles: Tiles) -> int:
         """Query-key pairs that the query blocks compute, masked ones with them."""
-        return self.lists(tiles).tiles * tiles.keys * (tiles.rows // self.heads(tiles.rows))
+        return self.lists(tiles).tiles * tiles.keys * self.tokens_of(tiles)
 
     def shorter(self, tiles: Tiles, short: Tiles) -> Tiles:
         """`tiles`, or `short` where a query meets few keys."""
@@ -152,9 +156,7 @@ class Call:
 
     def key_lists(self, tiles: Tiles) -> KeyLists:
         """Query lists of the key blocks."""
-        return key_lists(
-            self.tables, tiles.keys, tiles.rows, tiles.rows // self.heads(tiles.rows), self.window
-        )
+        return key_lists(self.tables, tiles.keys, tiles.rows, self.tokens_of(tiles), self.window)
 
     def strides(self, grad: Tensor) -> list[int]:
         """Head and token strides of q, k, v and the output's gradient."""
@@ -162,11 +164,10 @@ class Call:
 
     def sizes(self, tiles: Tiles, *more: Tensor) -> dict[str, Any]:
         """Constants of a kernel."""
-        heads = self.heads(tiles.rows)
         return {
             "GROUP": self.group,
-            "HEADS": heads,
-            "TOKENS": tiles.rows // heads,
+            "HEADS": self.heads(tiles.rows),
+            "TOKENS": self.tokens_of(tiles),
             "KEYS": tiles.keys,
             "QK": self.q.shape[3],
             "QK_PAD": column_blocks(self.q.shape[3])[0],
@@ -184,6 +185,7 @@ class Call:
 
 @lru_cache(maxsize=64)
 def shared_memory(device: torch.device) -> int:
+    """Bytes that a block may use on a device; without a GPU, for the interpreter, as many as Hopper has."""
     if device.type != "cuda":
         return _LARGE
     found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
