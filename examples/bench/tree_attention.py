@@ -38,6 +38,10 @@ from treecompile.runtime.tree import RolloutTree
 Rows = list[list[int]]
 # Cycles, about a millisecond.
 SLEEP = 2_000_000
+COLUMNS = (
+    "time", "gpu", "torch", "triton", "dtype", "heads", "head_size", "workload", "tokens", "executor", "what", "ms",
+    "low", "high", "useful_tflops", "waste", "hardware_tflops",
+)  # fmt: skip
 # How often all cases of a workload are timed, one after the other.
 TURNS = 3
 Table = npt.NDArray[np.int32]
@@ -529,6 +533,11 @@ def main() -> None:
     parser.add_argument("--csv", default="out/tree_attention.csv")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
+    kept = Path(options.csv)
+    if kept.exists() and kept.read_text().partition("\n")[0].strip() != ",".join(COLUMNS):
+        parser.error(
+            f"--csv {kept}: it has other columns than {', '.join(COLUMNS)}; move it or name another file"
+        )
     tables = {name: WORKLOADS[name] for name in options.workloads.split(",") if name}
     tables |= {Path(file).stem: partial(_segments_of, file) for file in options.rollouts}
     for name, make in tables.items():
@@ -543,7 +552,7 @@ def main() -> None:
                 ),
                 flush=True,
             )
-            append(Path(options.csv), line)
+            append(kept, line)
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -551,7 +560,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(line))
+        writer = csv.DictWriter(file, COLUMNS)
         if new:
             writer.writeheader()
         writer.writerow(line)
