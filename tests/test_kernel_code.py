@@ -39,14 +39,17 @@ def assembled(kernel: Any, constants: dict[str, Any], tiles: Tiles, loaded: int,
     constants = {name: value for name, value in constants.items() if name in names}
     types = {}
     for name in names:
-        if name in ("q_rest", "k_rest", "sinks"):
+        if name in ("q_rest", "q_rest_box", "k_rest", "sinks"):
             constants[name] = None
-        size = constants["QK"] if name.startswith(("q_", "k_")) else constants["V"]
+        block = [constants["HEADS"], constants["TOKENS"]] if name.endswith("_box") else [1, loaded]
+        of = "fp32" if name.startswith(("lse2", "delta")) else "bf16"
+        if of == "bf16":
+            block.append(constants["QK"] if name.startswith(("q_", "k_")) else constants["V"])
         types[name] = (
             "constexpr" if name in constants
-            else f"tensordesc<bf16[1, {loaded}, {size}]>" if name.endswith("_descriptor")
+            else f"tensordesc<{of}{block}>" if name.endswith(("_descriptor", "_box"))
             else "fp32" if name in ("scale", "cap", "factor")
-            else "i32" if name in ("tokens", "window") or name.endswith(("_head", "_token"))
+            else "i32" if name in ("tokens", "span", "window") or name.endswith(("_head", "_token"))
             else "*fp32" if name in FLOATS
             else "*i32" if name in TABLES
             else "*bf16"

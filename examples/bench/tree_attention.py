@@ -244,18 +244,19 @@ def ours(load: Workload) -> Timed:
         2.5 * load.flops,
         (3 * for_query + 4 * by_key) / 5,
     )
-    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.randn_like(lse)
+    lse2, delta = at.statistics(call, grad, out, lse)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     yield Case(
         "triton",
         "dq",
-        lambda: at.query_gradient(call, grad, lse, delta, for_dq, dq),
+        lambda: at.query_gradient(call, grad, lse2, delta, for_dq, dq),
         1.5 * load.flops,
         for_query,
     )
     yield Case(
         "triton",
         "dk, dv",
-        lambda: at.key_gradients(call, grad, lse, delta, choice.dkv, dk, dv),
+        lambda: at.key_gradients(call, grad, lse2, delta, choice.dkv, dk, dv),
         2 * load.flops,
         by_key,
     )
@@ -503,11 +504,12 @@ def sweep(load: Workload, options: argparse.Namespace) -> None:
     scale = q.shape[3] ** -0.5
     call = at.prepare(q, k, v, *load.tensors, scale, 0.0, 0)
     lse = torch.full(q.shape[:3], 20.0, device="cuda")
-    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.randn_like(lse)
+    lse2, delta = at.statistics(call, grad, grad, lse)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     kernels: dict[str, Callable[[Tiles], Any]] = {
         "forward": lambda t: at.triton_forward(q, k, v, *load.tensors, None, scale, 0.0, 0, tiles=t),
-        "dq": lambda t: at.query_gradient(call, grad, lse, delta, t, dq),
-        "dkv": lambda t: at.key_gradients(call, grad, lse, delta, t, dk, dv),
+        "dq": lambda t: at.query_gradient(call, grad, lse2, delta, t, dq),
+        "dkv": lambda t: at.key_gradients(call, grad, lse2, delta, t, dk, dv),
     }
     for kernel, run in kernels.items():
         found = []

@@ -118,6 +118,16 @@ def _tile_blocks(
 
 
 @triton.jit
+def _boxes(descriptor, rest, head, start, PAD: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr):
+    """Consecutive tokens of consecutive heads by the copy engine, as rows (head, token)."""
+    first = descriptor.load([head, start, 0]).reshape(ROWS, PAD)
+    if REST:
+        return first, rest.load([head, start, PAD]).reshape(ROWS, REST)
+    else:
+        return (first,)
+
+
+@triton.jit
 def _zero_blocks(ROWS: tl.constexpr, PAD: tl.constexpr, REST: tl.constexpr):
     if REST:
         return tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, REST], tl.float32)
@@ -173,6 +183,15 @@ def _add_dot(a, b, total):
 def _tanh(x):
     """tanh(x / (2 log2(e))): never overflows to NaN, absolute error one rounding of 1."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x))
+
+
+@triton.jit
+def _sees(n, key, end):
+    """Whether key <= n < end, for n >= 0; end 0 where there is no key.
+
+    One comparison, of unsigned numbers: worth it where a thread has few keys and many queries.
+    """
+    return (n - key).to(tl.uint32, bitcast=True) < tl.maximum(end - key, 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -332,7 +351,7 @@ def forward_kernel(
     tl.store(where, acc.to(out.dtype.element_ty), mask=live[:, None] & (feature < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "span"])
 def delta_kernel(
     grad,
     out,
@@ -340,25 +359,26 @@ def delta_kernel(
     delta,
     lse2,
     tokens,
+    span,
     grad_head,
     grad_token,
     V: tl.constexpr,
     V_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """rowsum(grad * out), and the log-sum-exp in base 2, huge where a query sees nothing."""
+    """rowsum(grad * out), and the log-sum-exp in base 2, huge where a query sees nothing; zeros behind the tokens."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     live = n < tokens
     d_out = _gather(grad + head * grad_head, n, live, grad_token, V, V_PAD).to(tl.float32)
     o = _gather(out + head * tokens * V, n, live, V, V, V_PAD).to(tl.float32)
-    tl.store(delta + head * tokens + n, tl.sum(d_out * o, 1), mask=live)
+    tl.store(delta + head * span + n, tl.sum(d_out * o, 1), mask=n < span)
     natural = tl.load(lse + head * tokens + n, mask=live, other=0.0)
     base2 = tl.where(natural == float("-inf"), 1e30, natural * 1.4426950408889634)
-    tl.store(lse2 + head * tokens + n, base2, mask=live)
+    tl.store(lse2 + head * span + n, base2, mask=n < span)
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])
+@triton.jit(do_not_specialize=["tokens", "span", "window"])
 def dq_kernel(
     q,
     k,
@@ -379,6 +399,7 @@ def dq_kernel(
     index_offsets,
     index,
     tokens,
+    span,
     q_head,
     q_token,
     k_head,
@@ -417,8 +438,8 @@ def dq_kernel(
     v += kv.to(tl.int64) * v_head
     qs = _query_blocks(q, head, n, live, q_head, q_token, QK, QK_PAD, QK_REST)
     d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
-    log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
-    mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
+    log_sum = tl.load(lse2 + head * span + n)
+    mean = tl.load(delta + head * span + n)
     acc = _zero_blocks(ROWS, QK_PAD, QK_REST)
 
     run = tl.load(run_offsets + block)
@@ -458,6 +479,17 @@ def dq_kernel(
 
 
 @triton.jit
+def _statistic(descriptor, base, head, start, span, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """One number for each of ROWS consecutive tokens of a head, of a [heads, span] tensor.
+
+    By the copy engine: each thread would load those of all its columns by itself.
+    """
+    if TMA:
+        return descriptor.load([head, start]).reshape(ROWS)
+    return tl.load(base + head.to(tl.int64) * span + start + tl.arange(0, ROWS))
+
+
+@triton.jit
 def _key_step(
     dk,
     dv,
@@ -487,7 +519,7 @@ def _key_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])
+@triton.jit(do_not_specialize=["tokens", "span", "window"])
 def dkv_kernel(
     q,
     k,
@@ -496,6 +528,13 @@ def dkv_kernel(
     q_descriptor,
     q_rest,
     grad_descriptor,
+    lse2_descriptor,
+    delta_descriptor,
+    q_box,
+    q_rest_box,
+    grad_box,
+    lse2_box,
+    delta_box,
     dk,
     dv,
     part_dk,
@@ -509,6 +548,7 @@ def dkv_kernel(
     tile_offsets,
     tile_list,
     tokens,
+    span,
     q_head,
     q_token,
     k_head,
@@ -560,18 +600,19 @@ def dkv_kernel(
     high = tl.load(ranges + 3 * block + 2)
     after = full + count * ROWS
     begin = share * (count * GROUP) // shares
+    which = kv * GROUP + begin // tl.maximum(count, 1)
+    tile = begin % tl.maximum(count, 1)
     if WINDOW:
-        start = tl.load(tile_list + full + begin % tl.maximum(count, 1)) * ROWS
-    for i in range(begin, (share + 1) * (count * GROUP) // shares):
-        which = i // count
-        if not WINDOW:
-            start = full + (i - which * count) * ROWS
-        head = (kv * GROUP + which).to(tl.int64)
+        start = tl.load(tile_list + full + tile) * ROWS
+    else:
+        start = full + tile * ROWS
+    for _ in range(begin, (share + 1) * (count * GROUP) // shares):
+        head = which.to(tl.int64)
         qs = _tile_blocks(
             q_descriptor,
             q_rest,
             q + head * q_head,
-            kv * GROUP + which,
+            which,
             start,
             tokens,
             q_token,
@@ -584,7 +625,7 @@ def dkv_kernel(
         d_out = _tile(
             grad_descriptor,
             grad + head * grad_head,
-            kv * GROUP + which,
+            which,
             start,
             tokens,
             grad_token,
@@ -594,15 +635,21 @@ def dkv_kernel(
             ROWS,
             TMA,
         )
-        at = head * tokens + start + tl.arange(0, ROWS)
-        log_sum = tl.load(lse2 + at)
-        mean = tl.load(delta + at)
+        log_sum = _statistic(lse2_descriptor, lse2, which, start, span, ROWS, TMA)
+        mean = _statistic(delta_descriptor, delta, which, start, span, ROWS, TMA)
         dk_acc, dv_acc = _key_step(
             dk_acc, dv_acc, ks, vs, qs, d_out, log_sum, mean, real, scale, cap, SOFTCAP, False
         )
+        # The next tile, or the first one of the next head: without a division. Known one iteration early, as in the
+        # forward.
         if WINDOW:
-            # Known one iteration early, as in the forward.
-            start = tl.load(tile_list + full + (i + 1) % count) * ROWS
+            last = tile + 1 == count
+            tile = tl.where(last, 0, tile + 1)
+            start = tl.load(tile_list + full + tile) * ROWS
+        else:
+            last = start + ROWS == after
+            start = tl.where(last, full, start + ROWS)
+        which += last.to(tl.int32)
 
     if WINDOW:
         key_at = tl.load(column + key, mask=real, other=0)
@@ -622,14 +669,21 @@ def dkv_kernel(
         else:
             start = tl.where(tile < first, low + tile * TOKENS, after + (tile - first) * TOKENS)
             limit = tl.where(tile < first, full, high)
-        head = (kv * GROUP + part * HEADS + row // TOKENS).to(tl.int64)
+        lead = kv * GROUP + part * HEADS
+        head = (lead + row // TOKENS).to(tl.int64)
         n = start + row % TOKENS
         live = n < limit
-        qs = _query_blocks(q, head, n, live, q_head, q_token, QK, QK_PAD, QK_REST)
-        d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
-        log_sum = tl.load(lse2 + head * tokens + n, mask=live, other=1e30)
-        mean = tl.load(delta + head * tokens + n, mask=live, other=0.0)
-        visible = (key[:, None] <= n[None, :]) & (n[None, :] < end[:, None]) & live[None, :]
+        if TMA:
+            qs = _boxes(q_box, q_rest_box, lead, start, QK_PAD, QK_REST, ROWS)
+            d_out = grad_box.load([lead, start, 0]).reshape(ROWS, V_PAD)
+            log_sum = lse2_box.load([lead, start]).reshape(ROWS)
+            mean = delta_box.load([lead, start]).reshape(ROWS)
+        else:
+            qs = _query_blocks(q, head, n, live, q_head, q_token, QK, QK_PAD, QK_REST)
+            d_out = _query(grad, head, n, live, grad_head, grad_token, V, V_PAD)
+            log_sum = tl.load(lse2 + head * span + n)
+            mean = tl.load(delta + head * span + n)
+        visible = _sees(tl.where(live, n, 2147483647)[None, :], key[:, None], end[:, None])
         if WINDOW:
             at = tl.load(column + n, mask=live, other=0)
             visible = visible & (at[None, :] - key_at[:, None] < window)

@@ -226,19 +226,20 @@ def _has_descriptor(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(x.stride(i) * size % 16 == 0 and x.stride(i) > 0 for i in (1, 2))
 
 
-def _descriptor(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
-    if not (tma and columns):
+def _descriptor(x: Tensor, block: list[int], tma: bool) -> Any:
+    """For the copy engine: blocks of a [heads, tokens] or [1, heads, tokens, columns] tensor."""
+    if not (tma and block[-1]):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    shape, strides = list(x.shape[1:]), [x.stride(1), x.stride(2), 1]
-    return TensorDescriptor(x, shape, strides, [1, rows, columns])
+    rank = len(block)
+    return TensorDescriptor(x, list(x.shape[-rank:]), list(x.stride()[-rank:]), block)
 
 
-def _descriptors(x: Tensor, y: Tensor, rows: int, sizes: dict[str, Any]) -> list[Any]:
-    """Descriptors of queries or keys, by column blocks, and of what is weighted with them."""
+def _descriptors(x: Tensor, y: Tensor, block: list[int], sizes: dict[str, Any]) -> list[Any]:
+    """Descriptors of queries or keys, by column blocks, and of what is weighted with them; `block`: heads, tokens."""
     widths = ((x, sizes["QK_PAD"]), (x, sizes["QK_REST"]), (y, sizes["V_PAD"]))
-    return [_descriptor(of, rows, columns, sizes["TMA"]) for of, columns in widths]
+    return [_descriptor(of, [*block, columns], sizes["TMA"]) for of, columns in widths]
 
 
 def prepare(
@@ -321,7 +322,7 @@ def triton_forward(
     lists = call.lists(tiles)
     grid = (lists.order.shape[0], q.shape[1] // sizes["HEADS"])
     forward_kernel[grid](
-        q, k, v, *_descriptors(k, v, tiles.keys, sizes),
+        q, k, v, *_descriptors(k, v, [1, tiles.keys], sizes),
         out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
         call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
@@ -365,26 +366,37 @@ def triton_backward(
         Two passes (FlashAttention-2, Dao 2023, algorithm 2, split): dQ by query block, dK and dV by key block;
         each output is summed by one program in a fixed order, so results repeat bit for bit.
     """
-    from treecompile.runtime.kernels.tree_attention import delta_kernel
-
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or v.shape[3] == 0:
         nothing = grad.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
         return dq.zero_(), dk.zero_(), dv.zero_(), nothing
     call = prepare(q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window)
     grad = _dense(grad)
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    delta_kernel[(-(-call.tokens // DELTA_ROWS), q.shape[1])](
-        grad, out, lse, delta, lse2, call.tokens, grad.stride(1), grad.stride(2),
-        V=v.shape[3], V_PAD=padded_size(v.shape[3]), ROWS=DELTA_ROWS,
-    )  # fmt: skip
+    lse2, delta = statistics(call, grad, out, lse)
     if tiles is None:
         choice = choice_for(q.shape[3], v.shape[3], shared_memory(q.device))
         tiles = call.shorter(choice.dq, choice.short_dq), choice.dkv
     for_dq, for_dkv = tiles
     query_gradient(call, grad, lse2, delta, for_dq, dq)
     key_gradients(call, grad, lse2, delta, for_dkv, dk, dv)
-    return dq, dk, dv, _sinks_grad(delta, lse, sinks)
+    return dq, dk, dv, _sinks_grad(delta[:, : call.tokens], lse, sinks)
+
+
+def statistics(call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What the gradient kernels read of the forward pass.
+
+    Returns:
+        the log-sum-exp in base 2 and rowsum(grad * out), fp32 [Hq, span]: N and zeros, read past the end of a tile.
+    """
+    from treecompile.runtime.kernels.tree_attention import delta_kernel
+
+    span = (-(-call.tokens // DELTA_ROWS) + 2) * DELTA_ROWS  # tiles have at most two of these
+    lse2, delta = (lse.new_empty((lse.shape[1], span)) for _ in range(2))
+    delta_kernel[(span // DELTA_ROWS, lse.shape[1])](
+        grad, out, lse, delta, lse2, call.tokens, span, grad.stride(1), grad.stride(2),
+        V=out.shape[3], V_PAD=padded_size(out.shape[3]), ROWS=DELTA_ROWS,
+    )  # fmt: skip
+    return lse2, delta
 
 
 def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles: Tiles, dq: Tensor) -> None:
@@ -395,10 +407,10 @@ def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles:
     sizes = call.sizes(tiles, k, v)
     lists = call.lists(tiles)
     dq_kernel[(lists.order.shape[0], q.shape[1] // sizes["HEADS"])](
-        q, k, v, grad, *_descriptors(k, v, tiles.keys, sizes),
+        q, k, v, grad, *_descriptors(k, v, [1, tiles.keys], sizes),
         dq, lse2, delta, call.tables.subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
-        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
+        call.tokens, delta.stride(0), *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
     )  # fmt: skip
 
 
@@ -415,11 +427,15 @@ def key_gradients(
     shape = lists.slots, heads, tiles.keys
     part_dk = torch.empty((*shape, k.shape[3]), dtype=torch.float32, device=q.device)
     part_dv = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
+    boxes: list[Any] = []
+    for block in ([1, tiles.rows], [sizes["HEADS"], sizes["TOKENS"]]):
+        boxes += _descriptors(q, grad, block, sizes)
+        boxes += [_descriptor(x, block, sizes["TMA"]) for x in (lse2, delta)]
     dkv_kernel[(lists.items.shape[0], heads)](
-        q, k, v, grad, *_descriptors(q, grad, tiles.rows, sizes),
+        q, k, v, grad, *boxes,
         dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
         lists.items, lists.ranges, lists.offsets, lists.tiles,
-        call.tokens, *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
+        call.tokens, delta.stride(0), *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
     )  # fmt: skip
     if lists.slots:
         for parts, total in ((part_dk, dk), (part_dv, dv)):
