@@ -39,15 +39,17 @@ def assembled(kernel: Any, constants: dict[str, Any], tiles: Tiles, loaded: int,
     constants = {name: value for name, value in constants.items() if name in names}
     types = {}
     for name in names:
-        if name in ("q_rest", "q_rest_box", "k_rest", "sinks"):
+        rest = name in ("q_rest", "q_rest_box", "k_rest")
+        if name == "sinks" or (rest and not constants["QK_REST"]):
             constants[name] = None
         block = [constants["HEADS"], constants["TOKENS"]] if name.endswith("_box") else [1, loaded]
         of = "fp32" if name.startswith(("lse2", "delta")) else "bf16"
         if of == "bf16":
-            block.append(constants["QK"] if name.startswith(("q_", "k_")) else constants["V"])
+            ours = "QK_REST" if rest else "QK_PAD" if name.startswith(("q_", "k_")) else "V_PAD"
+            block.append(constants[ours])
         types[name] = (
             "constexpr" if name in constants
-            else f"tensordesc<{of}{block}>" if name.endswith(("_descriptor", "_box"))
+            else f"tensordesc<{of}{block}>" if rest or name.endswith(("_descriptor", "_box"))
             else "fp32" if name in ("scale", "cap", "factor")
             else "i32" if name in ("tokens", "span", "window") or name.endswith(("_head", "_token"))
             else "*fp32" if name in FLOATS
@@ -77,20 +79,21 @@ def assembled(kernel: Any, constants: dict[str, Any], tiles: Tiles, loaded: int,
 
 
 @pytest.mark.parametrize(
-    ("size", "window"),
-    [(64, False), (128, False), (128, True), (256, False)],
-    ids=["64", "128", "window", "256"],
+    ("size", "v_size", "window"),
+    [(64, 64, False), (128, 128, False), (128, 128, True), (192, 128, False), (256, 256, False)],
+    ids=["64", "128", "window", "192", "256"],
 )
 @pytest.mark.parametrize("name", ["forward", "short_forward", "dq", "short_dq", "dkv"])
-def test_products_overlap(name: str, size: int, window: bool, tmp_path: Path) -> None:
+def test_products_overlap(name: str, size: int, v_size: int, window: bool, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from treecompile.runtime.kernels import tree_attention as kernels
 
-    tiles: Tiles = getattr(choice_for(size, size), name)
+    tiles: Tiles = getattr(choice_for(size, v_size), name)
+    pad, rest = column_blocks(size)
     heads = shared_heads(GROUP, tiles.rows)
     constants = {
         "GROUP": GROUP, "HEADS": heads, "TOKENS": tiles.rows // heads, "KEYS": tiles.keys,
-        "QK": size, "QK_PAD": column_blocks(size)[0], "QK_REST": 0, "V": size, "V_PAD": padded_size(size),
+        "QK": size, "QK_PAD": pad, "QK_REST": rest, "V": v_size, "V_PAD": padded_size(v_size),
         "SOFTCAP": False, "WINDOW": window, "TMA": True, "SINKS": False, "MASKED_STAGES": tiles.masked_stages,
     }  # fmt: skip
     kernel = getattr(kernels, f"{name.removeprefix('short_')}_kernel")

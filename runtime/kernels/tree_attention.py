@@ -660,7 +660,9 @@ def dkv_kernel(
         tiles = first + tl.cdiv(high - after, TOKENS)
     row = tl.arange(0, ROWS)
     masked = tiles * (GROUP // HEADS)
-    for i in tl.range(share * masked // shares, (share + 1) * masked // shares, num_stages=MASKED_STAGES):
+    # With a window, stages would make Triton 3.6's assembler serialise the products (tests/test_kernel_code.py).
+    stages: tl.constexpr = 1 if WINDOW else MASKED_STAGES
+    for i in tl.range(share * masked // shares, (share + 1) * masked // shares, num_stages=stages):
         part = i // tiles
         tile = i - part * tiles
         if WINDOW:

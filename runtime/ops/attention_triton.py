@@ -67,16 +67,16 @@ class Choice:
 # 64 rows and four warps fit twice on a multiprocessor and overlap there, of 128 rows read half as much of K and V.
 _SMALL = Tiles(64, 64, 4, 3, 1)
 _CHOICES: dict[tuple[int, int], Choice] = {
-    (64, 64): Choice(Tiles(64, 128, 4, 3, 1), _SMALL, _SMALL, _SMALL, _SMALL),
+    (64, 64): Choice(Tiles(64, 128, 4, 3, 1), _SMALL, Tiles(64, 64, 4, 3, 2), _SMALL, _SMALL),
     (128, 128): Choice(
-        Tiles(128, 128, 8, 3, 1), Tiles(128, 64, 8, 3, 2), Tiles(64, 64, 4, 2, 1), _SMALL, Tiles(64, 64, 4, 2, 1)
+        Tiles(128, 128, 8, 3, 1), Tiles(128, 64, 8, 3, 2), Tiles(64, 64, 4, 2, 2), _SMALL, Tiles(64, 64, 4, 2, 1)
     ),
     (256, 128): Choice(
-        Tiles(128, 64, 8, 2, 1), Tiles(64, 32, 4, 2, 1), Tiles(32, 64, 4, 2, 1),
+        Tiles(128, 64, 8, 2, 1), Tiles(64, 32, 4, 2, 1), Tiles(32, 64, 4, 2, 2),
         Tiles(128, 64, 8, 2, 1), Tiles(64, 32, 4, 2, 1),
     ),
     (256, 256): Choice(
-        Tiles(128, 64, 8, 2, 1), Tiles(64, 64, 4, 2, 1), Tiles(64, 64, 8, 2, 1),
+        Tiles(128, 64, 8, 2, 1), Tiles(64, 64, 4, 2, 1), Tiles(64, 64, 8, 2, 2),
         Tiles(128, 64, 8, 2, 1), Tiles(64, 64, 4, 2, 1),
     ),
 }  # fmt: skip
