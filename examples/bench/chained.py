@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["CHUNK", "chained_parts", "lift_guard"]
+__all__ = ["CHUNK", "chained_parts", "keep_kernels", "lift_guard"]
 
 # Tokens of a chunk of transformers' rule.
 CHUNK = 64
@@ -70,3 +70,15 @@ def lift_guard() -> None:
 
     chunk_o.IS_NVIDIA_HOPPER = False
     print("fla's guard is lifted: its gradients may be wrong, its time is what is measured")
+
+
+def keep_kernels() -> None:
+    """Let a compiled dense run call fla's functions.
+
+    Dynamo of torch 2.11 answers `torch.compiler.is_exporting()` with yes whenever it traces, and transformers then
+    takes its reference in PyTorch, whose loop over the tokens of a chunk becomes 50,000 lines of generated code.
+    """
+    import transformers.integrations.hub_kernels
+
+    kernels: Any = transformers.integrations.hub_kernels
+    kernels.is_torchdynamo_exporting = lambda: False

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import treecompile
-from examples.bench.chained import CHUNK, chained_parts, lift_guard
+from examples.bench.chained import CHUNK, chained_parts, keep_kernels, lift_guard
 from examples.bench.large_step import batch_of, peak, reset_peak
 from examples.measure import seconds_of
 from examples.rollout_files import read_rollouts
@@ -136,6 +136,7 @@ def kernels_of(run: Run, most: int = 16) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser().parse_args(arguments)
+    keep_kernels()
     if options.lift_guard:
         lift_guard()
     torch.manual_seed(0)

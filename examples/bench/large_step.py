@@ -4,7 +4,7 @@ An 8-layer Qwen3 of the shape of its 1.7B sibling, bf16, random weights; or, wit
 many layers, three linear attentions for each full one. ``--checkpoint`` recomputes activations. Without a file of
 rollouts: 16 rows of 8,192 tokens that share 6,144 tokens, then 4 branches of 1,024, then 4 leaves of 1,024 each. The
 dense runs take `--microbatch` rows at a time, the tree run all rows. bf16 runs differ by rounding: what they differ by
-is printed, the law is tested elsewhere (`examples.train_step`, the tests).
+from the first one is printed, the law is tested elsewhere (`examples.train_step`, the tests).
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import treecompile
 from examples.baselines import log_probs_of, without_mask
-from examples.bench.chained import CHUNK, chained_parts, lift_guard
+from examples.bench.chained import CHUNK, chained_parts, keep_kernels, lift_guard
 from examples.measure import Component, Run, Step, components_of, median_seconds, seconds_of, timed
 from examples.rollout_files import read_rollouts
 from examples.rollouts import Batch, Ids, sharing
 from treecompile.runtime.chunks import chunk_plan
 from treecompile.runtime.tree import RolloutTree
+
+# Runs by the tree backend: chunks of linear attentions start at the first token of each trajectory, or of each branch.
+TREES = {"tree", "branch"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model.to(options.device, getattr(torch, options.dtype))
     if options.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    keep_kernels()
     if options.lift_guard:
         lift_guard()
     plain = without_mask(model)
@@ -50,32 +55,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return torch.compile(function, dynamic=False, fullgraph=find_spec("fla") is None)
 
     rows, size = len(batch.lengths), options.microbatch
+
+    def tree(alignment: str) -> Step:
+        run = torch.compile(log_probs_of(model), backend="tree", options=dict[str, Any](alignment=alignment))
+        return Step("tree", model, run, batch, rows)
+
     steps = {
-        "tree": Step("tree", model, torch.compile(log_probs_of(model), backend="tree"), batch, rows),
+        "tree": tree("trajectory"),
+        "branch": tree("branch"),
         "causal": Step("dense, causal, no mask", plain, dense(log_probs_of(plain)), batch, size),
         "stock": Step("dense, 2-D mask", model, dense(log_probs_of(model)), batch, size),
     }
     steps = {name: step for name, step in steps.items() if name in options.runs}
-    wanted = None
+    wanted: Outcome | None = None
     for name, step in steps.items():
         found, first = timed(step)
         reset_peak()
         step()
         print(f"{name:8} first call {first:6.1f} s   peak {peak():6.1f} GiB", flush=True)
-        kept = batch.attention_mask[:, 1:].bool()
+        outcome = Outcome(
+            found, {key: p.grad.cpu() for key, p in step.model.named_parameters() if p.grad is not None}
+        )
         if wanted is not None:
-            print(f"{'':8} log-probs differ by {float((found - wanted)[kept].std()):.1e} rms")
-        wanted = found if wanted is None else wanted
+            print(f"{'':8} {outcome.differs(wanted, batch.attention_mask[:, 1:].bool())}")
+        wanted = wanted or outcome
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.repeats):
         for name, step in steps.items():
             times[name].append(1e3 * seconds_of(step, time.perf_counter))
     for name, taken in times.items():
         print(f"{name:8} {statistics.median(taken):9.1f} ms   min {min(taken):.1f}   max {max(taken):.1f}")
-    if "tree" in steps and len(steps) > 1:
+    if "tree" in steps and set(steps) - TREES:
         compare(options, model, batch, times, dense)
     print(dict(treecompile.counters))
     return 0 if treecompile.counters["packed"] else 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Log-probs [B, T - 1] and gradients by name of parameter."""
+
+    log_probs: Tensor
+    grads: dict[str, Tensor]
+
+    def differs(self, other: Outcome, kept: Tensor) -> str:
+        """By how much from another run at the `kept` tokens, for a reader."""
+        rms = float((self.log_probs - other.log_probs)[kept].square().mean().sqrt())
+        apart = whole = 0.0
+        for key, grad in self.grads.items():
+            mine, theirs = (x.to(kept.device).float() for x in (grad, other.grads[key]))
+            apart += float((mine - theirs).square().sum())
+            whole += float(theirs.square().sum())
+        far = (apart / whole) ** 0.5
+        return f"differs from the first run: log-probs {rms:.1e} rms, gradients {far:.1e} of their norm"
 
 
 def compare(
@@ -83,7 +115,7 @@ def compare(
 ) -> None:
     """The parts of the fastest dense run, the ideal, and what was reached."""
     middle = {name: statistics.median(taken) / 1e3 for name, taken in times.items()}
-    best = min((name for name in middle if name != "tree"), key=lambda name: middle[name])
+    best = min((name for name in middle if name not in TREES), key=lambda name: middle[name])
     quoted = Run(best, options.microbatch, 0.0, (middle[best],))
     model.zero_grad(set_to_none=True)
     parts = list(components_of(
@@ -99,8 +131,9 @@ def compare(
         print(f"{part.name:12} {1e3 * part.seconds:9.1f} ms of {best}   shared {part.ratio:.2f}x")
     total = sum(part.seconds for part in parts)
     ideal = total / sum(part.seconds / part.ratio for part in parts)
-    reached = middle[best] / middle["tree"]
-    print(f"speed-up {reached:.2f}x over {best}, ideal {ideal:.2f}x: {reached / ideal:.2f} of it")
+    for name in middle.keys() & TREES:
+        reached = middle[best] / middle[name]
+        print(f"{name}: {reached:.2f}x over {best}, ideal {ideal:.2f}x: {reached / ideal:.2f} of it")
 
 
 def chained_of(options: argparse.Namespace, model: Any, batch: Batch) -> list[Component]:
@@ -134,7 +167,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--scale", type=int, default=1024, help="tokens of a branch without a file")
     made.add_argument("--microbatch", type=int, default=4, help="rows of a dense run at a time")
     made.add_argument(
-        "--runs", nargs="+", choices=("tree", "causal", "stock"), default=("tree", "causal", "stock")
+        "--runs",
+        nargs="+",
+        choices=("tree", "branch", "causal", "stock"),
+        default=("tree", "causal", "stock"),
     )
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--layers", type=int, default=8)
