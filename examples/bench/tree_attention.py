@@ -126,7 +126,7 @@ def _segments(rows: Rows) -> Table:
     return np.ascontiguousarray(RolloutTree.from_rows(rows).segments, np.int32)
 
 
-def _segments_of(file: str) -> Table:
+def segments_of(file: str) -> Table:
     read, _ = read_rollouts(file, max_rows=1 << 16, max_tokens=1 << 24)
     return _segments([list(rollout.input_ids) for rollout in read])
 
@@ -541,7 +541,7 @@ def main() -> None:
             f"--csv {kept}: it has other columns than {', '.join(COLUMNS)}; move it or name another file"
         )
     tables = {name: WORKLOADS[name] for name in options.workloads.split(",") if name}
-    tables |= {Path(file).stem: partial(_segments_of, file) for file in options.rollouts}
+    tables |= {Path(file).stem: partial(segments_of, file) for file in options.rollouts}
     for name, make in tables.items():
         load = workload(name, make(), options)
         if options.sweep:
