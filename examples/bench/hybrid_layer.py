@@ -87,10 +87,28 @@ def cases(options: argparse.Namespace) -> list[Case]:
     if options.rollouts:
         read, _ = read_rollouts(options.rollouts, max_rows=1024, max_tokens=1 << 20)
         made.append(Case("file", [np.asarray(r.input_ids) % 4096 for r in read], options.microbatch))
-    return [*made, Case("1.00x", rows(0), 4)]
+    made.append(Case("1.00x", rows(0), 4))
+    return [case for case in made if case.name in options.cases]
 
 
 Run = Callable[[], None]
+
+
+def memory(layer: Layer, case: Case, tree: Run) -> None:
+    """What the tree run adds to the memory at its peak, and a dense run of one row of N and the replayed tokens."""
+    held = RolloutTree.from_rows([row.tolist() for row in case.rows])
+    tokens = held.n + chunk_plan(held, CHUNK).replayed
+    device = layer.embedding.weight.device
+    row = batch_of([np.arange(tokens) % layer.vocab]).to(device)
+    upstream = torch.randn(1, tokens, layer.embedding.embedding_dim, device=device, dtype=torch.bfloat16)
+    dense = step(layer, torch.compile(layer, dynamic=False), row, 1, upstream)
+    for name, run in (("tree", tree), (f"dense, {tokens} tokens", dense)):
+        run()
+        layer.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated()
+        reset_peak()
+        run()
+        print(f"  {name:22} peak {peak() - before / 2**30:.2f} GiB more")
 
 
 def step(layer: Layer, compiled: Callable[..., Tensor], batch: Batch, rows: int, upstream: Tensor) -> Run:
@@ -164,12 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alone = medians(chained_parts(layer.net, case.microbatch, columns), options.repeats)
         for name, taken in {**times, **alone}.items():
             print(f"  {name:22} {statistics.median(taken):8.2f} ms  ({min(taken):.2f}-{max(taken):.2f})")
-        for name in ("tree", "dense"):
-            reset_peak()
-            runs[name]()
-            print(f"  {name:22} peak {peak():.2f} GiB")
-            if options.profile:
+        if options.profile:
+            for name in ("tree", "dense"):
                 print(f"  {name:22} {kernels_of(runs[name])}")
+        memory(layer, case, runs["tree"])
         dense = statistics.median(times["dense"])
         calls = -(-rows // case.microbatch)
         # The rule repeats itself by blocks, the rest by tokens. Timed alone it can take longer than the whole.
@@ -194,6 +210,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--microbatch", type=int, default=4, help="rows of the file that a dense run takes at a time"
     )
+    names = ("2.29x", "file", "1.00x")
+    made.add_argument("--cases", nargs="+", choices=names, default=names)
     made.add_argument("--hidden", type=int, default=2560)
     made.add_argument("--key-heads", type=int, default=16)
     made.add_argument("--value-heads", type=int, default=32)

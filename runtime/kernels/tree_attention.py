@@ -712,18 +712,19 @@ def share_sum_kernel(
     KEYS: tl.constexpr,
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Add up the shares of key blocks whose queries were split, in order."""
+    """Add up the shares of key blocks whose queries were split, in order: ROWS keys of a block and K/V head."""
     row = split + 3 * tl.program_id(0)
     block = tl.load(row)
     slot = tl.load(row + 1)
     shares = tl.load(row + 2)
     kv = tl.program_id(1)
-    lane = tl.arange(0, KEYS)
+    lane = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     key = block * KEYS + lane
     feature = tl.arange(0, PAD)
     mask = (key < tokens)[:, None] & (feature < SIZE)[None, :]
-    total = tl.zeros([KEYS, PAD], tl.float32)
+    total = tl.zeros([ROWS, PAD], tl.float32)
     for i in range(shares):
         rows = (((slot + i).to(tl.int64) * tl.num_programs(1) + kv) * KEYS + lane)[:, None]
         total += tl.load(parts + rows * SIZE + feature[None, :], mask=mask, other=0.0)

@@ -28,6 +28,8 @@ __all__ = ["Choice", "Tiles", "choice_for", "triton_backward", "triton_forward"]
 
 LOG2E = math.log2(math.e)
 DELTA_ROWS = 64
+# Keys of a program that adds up shares: few, as only a handful of blocks are in shares.
+SHARE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -439,9 +441,9 @@ def key_gradients(
     )  # fmt: skip
     if lists.slots:
         for parts, total in ((part_dk, dk), (part_dv, dv)):
-            share_sum_kernel[(lists.split.shape[0], heads)](
+            share_sum_kernel[(lists.split.shape[0], heads, tiles.keys // SHARE_ROWS)](
                 parts, total, lists.split, call.tokens,
-                KEYS=tiles.keys, SIZE=total.shape[3], PAD=padded_size(total.shape[3]),
+                KEYS=tiles.keys, SIZE=total.shape[3], PAD=padded_size(total.shape[3]), ROWS=SHARE_ROWS,
             )  # fmt: skip
 
 
