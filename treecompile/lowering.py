@@ -112,6 +112,12 @@ class PackedCode:
         self.gm, self.inputs, self.compiler, self.mode = gm, tuple(inputs), compiler, mode
         self._on_compile = on_compile
         self._dynamic = [dynamic_dims(i, shapes.get(i.name)) for i in self.inputs if i.role != "number"]
+        self._measured = [
+            (i, dim, group)
+            for i, dims in enumerate(self._dynamic)
+            for dim, group in dims
+            if not group.endswith(_PLUS_ONE)
+        ]
         self._variants: dict[Any, list[_Variant]] = {}
         self._failed: dict[Any, CompilationFailed] = {}
         self._lock = threading.Lock()
@@ -148,12 +154,7 @@ class PackedCode:
         return outputs
 
     def _sizes(self, values: list[Any]) -> dict[str, int]:
-        return {
-            group: value.shape[dim]
-            for value, dims in zip(values, self._dynamic, strict=True)
-            for dim, group in dims
-            if not group.endswith(_PLUS_ONE)
-        }
+        return {group: values[i].shape[dim] for i, dim, group in self._measured}
 
     def numbered(self, numbers: tuple[Any, ...]) -> fx.GraphModule:
         """The packed graph with its numbers written in."""
@@ -239,7 +240,13 @@ def _ambient(values: Sequence[Any], dynamic: Sequence[Sequence[tuple[int, str]]]
         if torch.is_autocast_enabled(device)
     )
     tensors = tuple(
-        (v.dtype, v.device, v.requires_grad, v.is_inference(), _layout(v, dims))
+        (
+            v.dtype,
+            v.device,
+            v.requires_grad,
+            v.is_inference(),
+            *(_layout(v, dims) if dims else (v.shape, v.stride())),
+        )
         if isinstance(v, Tensor)
         else v
         for v, dims in zip(values, dynamic, strict=True)
@@ -248,10 +255,9 @@ def _ambient(values: Sequence[Any], dynamic: Sequence[Sequence[tuple[int, str]]]
 
 
 def _layout(value: Tensor, dynamic: Sequence[tuple[int, str]]) -> tuple[Any, ...]:
-    """Sizes of an input, apart from those that vary, and the strides of one that does not vary."""
+    """Sizes of an input that varies, -1 for those that do; its strides are whatever they are."""
     varies = {dim for dim, _ in dynamic}
-    shape = tuple(-1 if i in varies else size for i, size in enumerate(value.shape))
-    return (shape, () if varies else value.stride())
+    return tuple(-1 if i in varies else size for i, size in enumerate(value.shape)), ()
 
 
 def _compile_graph(
