@@ -31,7 +31,7 @@ from treecompile.passes.ops.reductions import reduced
 from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.reasons import Refusal, reason_at
 from treecompile.passes.rule import lookup, value_of
-from treecompile.passes.sites import AttentionCall, AttentionSite
+from treecompile.passes.sites import AttentionCall, AttentionSite, RecurrenceCall
 from treecompile.passes.values import Kind
 from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.losses import label_index, weighted_reduction
@@ -67,6 +67,7 @@ class Emitter:
     env: dict[fx.Node, Any] = field(default_factory=dict)
     emitted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     attentions: list[AttentionCall] = field(default_factory=list)
+    recurrences: list[RecurrenceCall] = field(default_factory=list)
     _inputs: dict[Input, fx.Node] = field(default_factory=dict)
     _now: fx.Node | None = None
     _fused: dict[Head, fx.Node] = field(default_factory=dict)
@@ -498,6 +499,13 @@ class Emitter:
         q, k, v, gate, beta, skip = (None if a is None else self.get(a) for a in node.args[:6])
         scale, chunk = node.args[6:8]
         tree = (self.tree("chain_end"), self.tree("chain_segments"))
+        key, value, decay = (value_of(x) for x in node.args[1:4])
+        self.recurrences.append(
+            RecurrenceCall(
+                int(key.shape[2]), int(value.shape[2]), int(key.shape[3]), int(value.shape[3]),
+                key.dtype, value.dtype, decay.dim() == 4, beta is not None, int(chunk),
+            )
+        )  # fmt: skip
         out = self.call(
             ops.tree_recurrence.default,
             (q, k, v, gate, beta, *tree, float(scale), int(chunk), self.alignment),

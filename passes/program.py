@@ -27,7 +27,7 @@ from treecompile.passes.notes import Clock, Exit, Rewrite, Step, exits, mark, re
 from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import ARGUMENT, source_text
 from treecompile.passes.rule import Facts, Infer, lookup, outputs_of, value_of
-from treecompile.passes.sites import AttentionCall
+from treecompile.passes.sites import AttentionCall, RecurrenceCall
 from treecompile.passes.values import Kind
 from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.losses import nll_from_log_probs
@@ -49,7 +49,7 @@ class Draft:
         rewrites: what was rewritten.
         exits: where values leave the packed graph, and why.
         steps: the steps of the pipeline, timed.
-        attentions: the attentions of the packed graph.
+        attentions, recurrences: those of the packed graph.
     """
 
     lowered: fx.GraphModule
@@ -66,6 +66,7 @@ class Draft:
     exits: list[Exit] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     attentions: list[AttentionCall] = field(default_factory=list)
+    recurrences: list[RecurrenceCall] = field(default_factory=list)
 
     @property
     def counts(self) -> Counter[str]:
@@ -191,6 +192,7 @@ def _assemble(
     return Draft(
         lowered, packed, inputs, packs, constants, keys, tuple(key_nodes), tree, tail, frontier,
         rewritten, exits(kinds, cut.frontier, cut.seen), clock.steps, emitter.attentions,
+        emitter.recurrences,
     )  # fmt: skip
 
 

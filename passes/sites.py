@@ -19,7 +19,7 @@ from treecompile.runtime.program import WHOLE
 if TYPE_CHECKING:
     from treecompile.passes.kinds import Kinds
 
-__all__ = ["AttentionCall", "AttentionSite", "Attentions"]
+__all__ = ["AttentionCall", "AttentionSite", "Attentions", "RecurrenceCall"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,30 @@ class AttentionCall:
     scale: float
     softcap: float
     window: int
+
+
+@dataclass(frozen=True)
+class RecurrenceCall:
+    """What a tree recurrence of the packed graph is called with, but for the tree.
+
+    Attributes:
+        groups, heads: numbers of key and of value heads.
+        k_size, v_size: head sizes.
+        k_dtype, v_dtype: of keys and values.
+        vector: a decay per channel, and not per head.
+        delta: the delta rule.
+        chunk: tokens.
+    """
+
+    groups: int
+    heads: int
+    k_size: int
+    v_size: int
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    vector: bool
+    delta: bool
+    chunk: int
 
 
 class Attentions:

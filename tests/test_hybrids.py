@@ -24,6 +24,7 @@ from tests import law
 from tests.models import HYBRIDS, VOCAB
 from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
+from treecompile.executors import RecurrenceRoutes
 from treecompile.leaves import install, recurrence, scope
 from treecompile.runtime.chunks import Alignment, ChunkPlan
 from treecompile.runtime.ops import chunk_rounds, recurrence_choice, recurrence_plan, recurrence_rounds
@@ -230,6 +231,32 @@ def test_bf16_on_the_gpu(name: str, compiler: str, monkeypatch: pytest.MonkeyPat
     assert errors[1][0] <= 1.25 * errors[0][0]
     assert torch.stack(errors[1][1:]).norm() <= 1.25 * torch.stack(errors[0][1:]).norm()
     assert bool(ran.call_count) == (name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"))
+
+
+def test_the_report_names_who_computes_recurrences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def routes(name: str) -> list[str]:
+        ids = rows()
+        report = treecompile.explain(HYBRIDS[name].build(), ids, use_cache=False, options={"min_sharing": 0})
+        found = [route for graph in report.graphs for route in graph.routes]
+        assert all(str(route) in str(report) for route in found)
+        return [str(route) for route in found if isinstance(route, RecurrenceRoutes)]
+
+    (delta,) = routes("qwen3_5")
+    assert delta.splitlines() == [
+        "tree_recurrence of 4 heads over 4, size 8, f32, delta rule, a decay per head, chunks of 64",
+        "  forward and backward by pytorch",
+        "    not triton: not on a CUDA device",
+        "    not rounds, fla: TREECOMPILE_RECURRENCE does not ask for it",
+    ]
+    monkeypatch.setenv(recurrence_choice.VARIABLE, "rounds")
+    (scan,) = routes("bamba")
+    assert "delta rule" not in scan
+    assert scan.splitlines()[1:] == [
+        "  forward and backward by rounds",
+        "    not triton, pytorch, fla: rounds was asked for",
+    ]
+    (channel,) = routes("kimi_linear")
+    assert "a decay per channel" in channel
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])

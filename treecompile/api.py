@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from treecompile import backend, lowering, settings
-from treecompile.executors import attention_routes
+from treecompile.executors import AttentionRoutes, RecurrenceRoutes, attention_routes, recurrence_routes
 from treecompile.leaves import scope
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
@@ -118,7 +118,10 @@ def _captured(gm: fx.GraphModule, inputs: Sequence[Any], *, probe: _Probe) -> Ca
         if probe.graphs[number].batch is None:
             with torch.no_grad():
                 batch, dense = _planned(gm, draft, args, probe)
-            routes = attention_routes(draft.attentions, batch) if batch is not None and not dense else ()
+            routes: tuple[AttentionRoutes | RecurrenceRoutes, ...] = ()
+            if batch is not None and not dense:
+                routes = attention_routes(draft.attentions, batch)
+                routes += recurrence_routes(draft.recurrences, batch)
             probe.graphs[number] = GraphReport(gm, draft, None, batch, dense, _break(gm), routes)
         return plain(*args)
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch import fx
 
 from treecompile import draw
-from treecompile.executors import AttentionRoutes
+from treecompile.executors import AttentionRoutes, RecurrenceRoutes
 from treecompile.graph_text import Argument, Names, graph_text
 from treecompile.options import Options
 from treecompile.passes.notes import Exit, Rewrite, region_text
@@ -62,7 +62,8 @@ class GraphReport:
         batch: the tree of the batch, if there is one.
         dense: why this batch would run dense although the graph is packed; "" if it would not.
         ended_by: the graph break after it.
-        routes: who computes its attentions, and why not others; empty where the batch has no tree or runs dense.
+        routes: who computes its attentions and recurrences, and why not others; empty where the batch has no tree or
+            runs dense.
     """
 
     captured: fx.GraphModule
@@ -71,7 +72,7 @@ class GraphReport:
     batch: PackedBatch | None = None
     dense: str = ""
     ended_by: Break | None = None
-    routes: tuple[AttentionRoutes, ...] = ()
+    routes: tuple[AttentionRoutes | RecurrenceRoutes, ...] = ()
     _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property

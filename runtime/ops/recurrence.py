@@ -29,7 +29,7 @@ from torch import Tensor
 from treecompile.runtime.chunks import Alignment
 from treecompile.runtime.ops.attention_math import accumulation_dtype
 from treecompile.runtime.ops.chunk_rounds import RoundTables
-from treecompile.runtime.ops.recurrence_choice import asked_executor
+from treecompile.runtime.ops.recurrence_choice import EXECUTORS, VARIABLE, asked_executor
 from treecompile.runtime.ops.recurrence_chunks import (
     Delta,
     Local,
@@ -129,12 +129,12 @@ def _forward(
         compute in.
     """
     _check(q, k, v, gate, beta)
-    asked = asked_executor()
-    if v.numel() and asked in STATES:
-        tables = recurrence_rounds(segments_host, chunk, v.device, alignment, asked)
+    executor = recurrence_executor(k, v, gate, beta, chunk)[0] if v.numel() else ""
+    if executor in STATES:
+        tables = recurrence_rounds(segments_host, chunk, v.device, alignment, executor)
         _check_tree(tables, subtree_end)
-        return rounds_forward(_given(q, k, v, gate, beta), tables, scale, chunk, asked)
-    if v.numel() and not why_not(k, v, gate, beta, chunk) and beta is not None:
+        return rounds_forward(_given(q, k, v, gate, beta), tables, scale, chunk, executor)
+    if executor == "triton" and beta is not None:
         inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
         made = attempt(lambda: delta_rule_forward(inputs), k, v)
         if made is not None:
@@ -427,6 +427,37 @@ def _check_tree(tables: RecurrenceTables | PathTables | RoundTables, subtree_end
         raise ValueError("tree_recurrence: subtree_end is not that of the segment table")
 
 
+def recurrence_executor(
+    k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, chunk: int
+) -> tuple[str, dict[str, str]]:
+    """Choose who computes a recurrence, forward and backward.
+
+    Args:
+        k, v, gate, beta, chunk: as for `tree_recurrence`; their values are not read.
+
+    Returns:
+        one of `EXECUTORS`, and by each other one why it does not.
+
+    Raises:
+        ValueError: `TREECOMPILE_RECURRENCE` asks for something unknown, or for kernels that cannot run these inputs.
+
+    Example:
+        >>> x = torch.zeros(1, 4, 1, 16)
+        >>> executor, others = recurrence_executor(x, x, x[..., 0], x[..., 0], 64)
+        >>> executor, others["triton"]
+        ('pytorch', 'not on a CUDA device')
+    """
+    against, asked = why_not(k, v, gate, beta, chunk), asked_executor()
+    executor = asked or ("pytorch" if against else "triton")
+    if asked:
+        return executor, {name: f"{asked} was asked for" for name in EXECUTORS if name != executor}
+    unasked = dict.fromkeys(STATES, f"{VARIABLE} does not ask for it")
+    return executor, {
+        **({"triton": against} if against else {"pytorch": "the kernels are faster"}),
+        **unasked,
+    }
+
+
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -459,15 +490,15 @@ def _backward(
         blocks that hold it.
     """
     _check(q, k, v, gate, beta)
-    asked = asked_executor()
-    if grad.numel() and asked in STATES:
-        tables = recurrence_rounds(segments_host, chunk, v.device, alignment, asked)
+    executor = recurrence_executor(k, v, gate, beta, chunk)[0] if grad.numel() else ""
+    if executor in STATES:
+        tables = recurrence_rounds(segments_host, chunk, v.device, alignment, executor)
         _check_tree(tables, subtree_end)
-        made = rounds_backward(grad, _given(q, k, v, gate, beta), tables, scale, chunk, asked)
+        made = rounds_backward(grad, _given(q, k, v, gate, beta), tables, scale, chunk, executor)
         if beta is None:
             made.append(q.new_zeros((0,)))
         return made[0], made[1], made[2], made[3], made[4]
-    if grad.numel() and not why_not(k, v, gate, beta, chunk) and beta is not None:
+    if executor == "triton" and beta is not None:
         inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
         rows = _rows(grad).to(inputs.v.dtype)
         grads = attempt(lambda: delta_rule_backward(rows, inputs), k, v)
