@@ -21,7 +21,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from treecompile.passes.convolution import name_convolutions
 from treecompile.passes.reasons import Refusal, no_tokens, reason_at
-from treecompile.runtime.ops.leaf_recurrence import stateful
+from treecompile.runtime.ops.leaf_recurrence import leaf_last_state, stateful
 
 __all__ = ["checkpoint_kwargs", "lower", "region_of"]
 
@@ -158,16 +158,17 @@ def lower(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, dic
     for node in lowered.graph.nodes:
         if node.op == "call_function" and REGION not in node.meta.get("custom", {}):
             node.meta["custom"] = {k: v for k, v in node.meta.get("custom", {}).items() if k != REGION}
-    _refuse_states(lowered)
+    _refuse_states(lowered, stateful)
     _functionalize(lowered)
+    _drop_states(lowered)
     _drop_identities(lowered)
     name_convolutions(lowered)
     return lowered, regions
 
 
-def _refuse_states(gm: fx.GraphModule) -> None:
+def _refuse_states(gm: fx.GraphModule, target: Any) -> None:
     for node in gm.graph.nodes:
-        if node.target is stateful:
+        if node.target is target:
             raise Refusal(
                 reason_at(
                     node,
@@ -177,6 +178,18 @@ def _refuse_states(gm: fx.GraphModule) -> None:
                     "pass use_cache=False (a model in training needs no cache), and no cu_seq_lens",
                 )
             )
+
+
+def _drop_states(gm: fx.GraphModule) -> None:
+    """Erase last states of recurrences and what is made of them: a cache that nobody reads."""
+    made: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.target is leaf_last_state or not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+    for node in reversed(list(gm.graph.nodes)):
+        if node in made and node.op != "output" and not node.users:
+            gm.graph.erase_node(node)
+    _refuse_states(gm, leaf_last_state)
 
 
 def checkpoint_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -26,10 +26,11 @@ from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
 from treecompile.executors import RecurrenceRoutes
 from treecompile.leaves import install, recurrence, scope
+from treecompile.leaves.states import reads_states
 from treecompile.runtime.chunks import Alignment, ChunkPlan
 from treecompile.runtime.ops import chunk_rounds, recurrence_choice, recurrence_plan, recurrence_rounds
 from treecompile.runtime.ops import recurrence as op
-from treecompile.runtime.ops.leaf_recurrence import leaf_recurrence
+from treecompile.runtime.ops.leaf_recurrence import leaf_last_state, leaf_recurrence
 
 pytest.importorskip("transformers")
 # Dynamo of torch 2.11 breaks a graph at an import within it.
@@ -231,6 +232,142 @@ def test_bf16_on_the_gpu(name: str, compiler: str, monkeypatch: pytest.MonkeyPat
     assert errors[1][0] <= 1.25 * errors[0][0]
     assert torch.stack(errors[1][1:]).norm() <= 1.25 * torch.stack(errors[0][1:]).norm()
     assert bool(ran.call_count) == (name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"))
+
+
+class Step(nn.Module):
+    """Log-probs of a model that keeps a cache, as its configuration says, which the step drops or hands out."""
+
+    def __init__(self, model: nn.Module, hands_out: int | None = None) -> None:
+        super().__init__()
+        self.model, self.hands_out = model, hands_out
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        found = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True)
+        log_probs = found.logits.float().log_softmax(-1).gather(-1, input_ids.roll(1, 1)[..., None])[..., 0]
+        if self.hands_out is None:
+            return log_probs
+        return log_probs, found.past_key_values.layers[self.hands_out].recurrent_states[0]
+
+
+def gradients_of(
+    step: nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What a step returns, and the gradients of a random sum of it where tokens are kept."""
+    step.zero_grad()
+    found = call(**inputs)
+    outs = list(found) if isinstance(found, tuple) else [found]
+    g = torch.Generator().manual_seed(3)
+    weights = [torch.randn(out.shape, generator=g) for out in outs]
+    weights[0] = weights[0] * inputs["attention_mask"]
+    torch.stack([(out * w).sum() for out, w in zip(outs, weights, strict=True)]).sum().backward()
+    kept = [outs[0] * inputs["attention_mask"], *outs[1:]]
+    grads = {n: p.grad.clone() for n, p in step.named_parameters() if p.grad is not None}
+    return [out.detach() for out in kept], grads
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_cache_that_is_dropped(name: str) -> None:
+    """A step of training with the cache left on: nobody reads the last states."""
+    step = Step(HYBRIDS[name].build())
+    inputs = batch("left")
+    (expected,), grads = gradients_of(step, step, inputs)
+    with law.as_written(), law.counting() as seen:
+        (found,), others = gradients_of(step, law.compiled(step, on_unsupported="error"), inputs)
+    law.held("packed", seen)
+    assert seen["captured"] == 1
+    assert (found - expected).abs().max() <= 2e-5
+    assert others.keys() == grads.keys()
+    for key, g in grads.items():
+        budget = 1e-4 if key.endswith(("A_log", "dt_bias")) else 1e-5
+        assert (others[key] - g).norm() <= budget * g.norm().clamp_min(1e-3), key
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_a_state_that_is_read(name: str, fullgraph: bool) -> None:
+    """One layer's is enough: the graph runs dense, with its states and their gradients."""
+    model = HYBRIDS[name].build()
+    config: Any = model.config
+    step = Step(model, config.layer_types.index("linear_attention"))
+    inputs = batch("left")
+    expected, grads = gradients_of(step, step, inputs)
+    call = torch.compile(
+        step, backend=treecompile.backend.tree, fullgraph=fullgraph, options={"compiler": "inductor"}
+    )
+    with law.as_written(), law.counting() as seen:
+        found, others = gradients_of(step, call, inputs)
+    assert seen["dense:recurrent-state"] == 1
+    assert not seen["packed"]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5
+    for key, g in grads.items():
+        assert (others[key] - g).norm() <= 1e-4 * g.norm().clamp_min(1e-3), key
+    with pytest.raises(treecompile.UnsupportedError, match="hands its last one out"):
+        torch._dynamo.reset()
+        law.compiled(step, on_unsupported="error")(**inputs)
+
+
+def state_graph(use: Callable[[Tensor, Tensor], Any]) -> fx.GraphModule:
+    """A graph of an input and of a last state, traced as Dynamo would record it: calls as they are written."""
+
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return use(x, leaf_last_state(x, x, [x], ""))
+
+    return fx.symbolic_trace(Root())
+
+
+def wrote(x: Tensor, state: Tensor) -> Tensor:
+    torch.zeros_like(state).copy_(state.to(torch.float64))
+    return x + 1
+
+
+def wrote_view(x: Tensor, state: Tensor) -> Tensor:
+    cache = torch.zeros(4, 4)
+    cache[1:].view(-1).copy_(state)
+    return x + cache
+
+
+def wrote_item(x: Tensor, state: Tensor) -> Tensor:
+    cache = torch.zeros(4, 4)
+    cache[0] = state
+    return cache
+
+
+def wrote_input(x: Tensor, state: Tensor) -> Tensor:
+    x[0].add_(state)
+    return torch.ones(1)
+
+
+def wrote_out(x: Tensor, state: Tensor) -> Tensor:
+    cache = torch.empty(4)
+    torch.add(state, 1, out=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("use", "read"),
+    [
+        (lambda x, state: x * 2, False),
+        (wrote, False),
+        (lambda x, state: (x, [state]), True),
+        (lambda x, state: x + (state.cumsum(0) * 2)[..., 0], True),
+        (wrote_view, True),
+        (wrote_item, True),
+        (wrote_input, True),
+        (wrote_out, True),
+    ],
+)
+def test_what_reads_a_state(use: Callable[[Tensor, Tensor], Any], read: bool) -> None:
+    assert reads_states(state_graph(use)) is read
+
+
+def test_a_state_within_a_region_counts_as_read() -> None:
+    inner = state_graph(lambda x, state: x)
+    outer = fx.Graph()
+    x = outer.placeholder("x")
+    outer.output(outer.call_module("inner", (x,)))
+    assert reads_states(fx.GraphModule({"inner": inner}, outer))
 
 
 def test_the_report_names_who_computes_recurrences(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from treecompile import backend, lowering, settings
 from treecompile.executors import AttentionRoutes, RecurrenceRoutes, attention_routes, recurrence_routes
 from treecompile.leaves import scope
+from treecompile.leaves.states import reads_states
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
 from treecompile.passes.reasons import Refusal
@@ -99,6 +100,8 @@ class _Probe:
 
 def _captured(gm: fx.GraphModule, inputs: Sequence[Any], *, probe: _Probe) -> Callable[..., Any]:
     """A backend that only looks: graphs run as they were captured."""
+    if reads_states(gm):
+        scope.recapture_with_states()
     code = _traced_code()
     if code is not None:
         probe.codes[code] = None

@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis
 
 from treecompile import leaves, logs, raised
 from treecompile.leaves import scope
+from treecompile.leaves.states import reads_states
 from treecompile.lowering import PackedCode, compile_dense, inductor_settings, shared_code
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
@@ -55,6 +56,8 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
     except OptionError as error:
         raised.raise_option(inspect.currentframe(), error)
     counters["captured"] += 1
+    if reads_states(gm):
+        scope.recapture_with_states()
     fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     try:
         draft = build(gm, fakes, _is_parameter, options.alignment)

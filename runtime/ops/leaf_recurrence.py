@@ -26,7 +26,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from treecompile.runtime.ops.opaque import ambient, autocast_of, gradients
 from treecompile.runtime.ops.registry import LIBRARY, define
 
-__all__ = ["RECURRENCES", "Body", "definition", "leaf_recurrence", "leaf_recurrence_opaque", "stateful"]
+__all__ = [
+    "RECURRENCES",
+    "Body",
+    "definition",
+    "leaf_last_state",
+    "leaf_recurrence",
+    "leaf_recurrence_opaque",
+    "stateful",
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class Body:
         dtype: which tensor has the dtype of the result; None for fp32.
         traced: whether AOTAutograd can trace the function: a kernel in Triton cannot run on fake tensors.
         pick: the result is the first of a tuple.
+        state: the argument that has the function give its last state too; "" for a function that always does.
+        value_first: whether that state is [B, H, V, D], and not [B, H, D, V].
     """
 
     function: Callable[..., Any]
@@ -52,14 +62,24 @@ class Body:
     dtype: str | None
     traced: bool
     pick: bool
+    state: str = ""
+    value_first: bool = False
+
+    def _call(self, originals: Sequence[Tensor], **more: Any) -> Any:
+        first = self.positional
+        named = dict(zip(self.names[first:], originals[first:], strict=True))
+        return self.function(*originals[:first], **named, **{**dict(self.constants), **more})
 
     def run(self, originals: Sequence[Tensor]) -> Tensor:
         """Call the model's function."""
-        first = self.positional
-        named = dict(zip(self.names[first:], originals[first:], strict=True))
-        found = self.function(*originals[:first], **named, **dict(self.constants))
+        found = self._call(originals)
         out: Tensor = found[0] if self.pick else found
         return out
+
+    def last_state(self, originals: Sequence[Tensor]) -> Tensor:
+        """Call it for its last state."""
+        found: Tensor = self._call(originals, **({self.state: True} if self.state else {}))[1]
+        return found
 
     def empty(self, originals: Sequence[Tensor]) -> Tensor:
         """A result without contents."""
@@ -69,6 +89,31 @@ class Body:
 
 
 RECURRENCES: dict[str, Body] = {}
+
+
+def _last_state(k: Tensor, v: Tensor, originals: list[Tensor], body: str) -> Tensor:
+    """The state after the last token of each row, in fp32; for graphs in which nothing reads it.
+
+    Args:
+        k, v: prepared operands, for their shapes.
+        originals, body: as for `leaf_recurrence`.
+
+    Returns:
+        [B, H, D, V], or [B, H, V, D] where the body says so.
+
+    Raises:
+        RuntimeError: in a backward pass. A graph that reads states is captured without substitutes.
+    """
+    return RECURRENCES[body].last_state(originals).float().clone()
+
+
+def _last_state_fake(k: Tensor, v: Tensor, originals: list[Tensor], body: str) -> Tensor:
+    sizes = (v.shape[3], k.shape[3]) if RECURRENCES[body].value_first else (k.shape[3], v.shape[3])
+    return v.new_empty((v.shape[0], v.shape[2], *sizes), dtype=torch.float32)
+
+
+def _no_gradient(ctx: Any, grad: Tensor) -> Any:
+    raise RuntimeError("leaf_last_state has no gradient: this is a fault of treecompile, please report it")
 
 
 def _leaf_recurrence(
@@ -170,6 +215,10 @@ LIBRARY.define(
 )
 LIBRARY.impl("leaf_recurrence", _leaf_recurrence, "CompositeImplicitAutograd")
 leaf_recurrence = torch.ops.treecompile.leaf_recurrence.default
+
+_STATE = "leaf_last_state(Tensor k, Tensor v, Tensor[] originals, str body) -> Tensor"
+leaf_last_state = define(_STATE, _last_state, _last_state_fake)
+torch.library.register_autograd("treecompile::leaf_last_state", _no_gradient, lib=LIBRARY)
 
 LIBRARY.define("stateful(Tensor(a) x) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl("stateful", _stateful, "CompositeImplicitAutograd")

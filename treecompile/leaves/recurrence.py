@@ -21,8 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treecompile.leaves.scope import active, at_trace_time
-from treecompile.runtime.ops.leaf_recurrence import RECURRENCES, Body, definition, leaf_recurrence, stateful
+from treecompile.leaves.scope import active, at_trace_time, states_are_read
+from treecompile.runtime.ops.leaf_recurrence import (
+    RECURRENCES,
+    Body,
+    definition,
+    leaf_last_state,
+    leaf_recurrence,
+    stateful,
+)
 
 __all__ = [
     "chunk_scan",
@@ -96,6 +103,8 @@ def _body(
     shape: str,
     dtype: str | None,
     pick: bool,
+    state: str,
+    value_first: bool = False,
 ) -> str:
     """The key of a body, alike in every process: it ends up in the keys of compile caches."""
     kernel = _kernel(function)
@@ -107,7 +116,9 @@ def _body(
     key = f"{function.__name__}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     if key not in RECURRENCES:
         called = _reference(function) if kernel is None else function
-        RECURRENCES[key] = Body(called, names, positional, constants, shape, dtype, kernel is None, pick)
+        RECURRENCES[key] = Body(
+            called, names, positional, constants, shape, dtype, kernel is None, pick, state, value_first
+        )
     return key
 
 
@@ -135,7 +146,7 @@ def delta_rule(divides: bool) -> Callable[[FunctionType], Callable[..., Any]]:
                 return None
             names = ("query", "key", "value", "g", "beta")
             constants = (("chunk_size", chunk), ("use_qk_l2norm_in_kernel", normalized))
-            return _body(original, names, 3, constants, "value", "query", True)
+            return _body(original, names, 3, constants, "value", "query", True, "output_final_state")
 
         @at_trace_time
         def reaches(names: tuple[str, ...]) -> bool:
@@ -158,21 +169,26 @@ def delta_rule(divides: bool) -> Callable[[FunctionType], Callable[..., Any]]:
             **kwargs: Any,
         ) -> Any:
             names = tuple([name for name, given in kwargs.items() if given is not None])
-            if initial_state is not None or output_final_state or reaches(names):
+            stated = output_final_state and states_are_read()
+            if initial_state is not None or stated or reaches(names):
                 return original(
                     stateful(query), key, value, g, beta, chunk_size, initial_state, output_final_state,
                     use_qk_l2norm_in_kernel, **kwargs,
                 )  # fmt: skip
             body = describe(chunk_size, use_qk_l2norm_in_kernel)
             if body is None:
-                return original(query, key, value, g, beta, chunk_size, None, False, use_qk_l2norm_in_kernel)
+                return original(
+                    query, key, value, g, beta, chunk_size, None, output_final_state, use_qk_l2norm_in_kernel
+                )
             operands = _delta_operands(query, key, value, g, beta, use_qk_l2norm_in_kernel, divides)
             # Kernels multiply in the dtype that they are given, and transformers' own code in fp32.
             if picked():
                 q, k, v = (x.to(query.dtype) for x in operands[:3])
                 operands = (q, k, v, *operands[3:])
             given = [query, key, value, g, beta]
-            return leaf_recurrence(*operands, query.shape[-1] ** -0.5, chunk_size, given, body), None
+            out = leaf_recurrence(*operands, query.shape[-1] ** -0.5, chunk_size, given, body)
+            state = leaf_last_state(operands[1], operands[2], given, body) if output_final_state else None
+            return out, state
 
         return traced
 
@@ -243,7 +259,17 @@ def chunk_scan(original: FunctionType) -> Callable[..., Any]:
             return None
         constants = (("chunk_size", chunk), ("dt_softplus", softplus), ("dt_limit", limit))
         dtype = None if _kernel(original) is None else "hidden_states"
-        return _body(original, given, 5, constants, "hidden_states", dtype, False)
+        return _body(
+            original,
+            given,
+            5,
+            constants,
+            "hidden_states",
+            dtype,
+            False,
+            "return_final_states",
+            value_first=True,
+        )
 
     @at_trace_time
     def reaches(names: tuple[str, ...]) -> bool:
@@ -265,7 +291,8 @@ def chunk_scan(original: FunctionType) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         names = tuple([name for name, given in kwargs.items() if given is not None])
-        if initial_states is not None or return_final_states or reaches(names):
+        stated = return_final_states and states_are_read()
+        if initial_states is not None or stated or reaches(names):
             return original(
                 stateful(hidden_states), dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias,
                 initial_states=initial_states, dt_softplus=dt_softplus, dt_limit=dt_limit,
@@ -278,10 +305,14 @@ def chunk_scan(original: FunctionType) -> Callable[..., Any]:
         if body is None:
             return original(
                 hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
-                dt_limit=dt_limit, **kwargs,
+                dt_limit=dt_limit, return_final_states=return_final_states, **kwargs,
             )  # fmt: skip
         operands = _scan_operands(hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, limit)
-        return leaf_recurrence(*operands, 1.0, chunk_size, list(given.values()), body)
+        originals = list(given.values())
+        out = leaf_recurrence(*operands, 1.0, chunk_size, originals, body)
+        return (
+            (out, leaf_last_state(operands[1], operands[2], originals, body)) if return_final_states else out
+        )
 
     return traced
 
@@ -347,8 +378,8 @@ def _lightning(
     key_decay: Tensor,
     diagonal_decay: Tensor,
     block: int,
-) -> Tensor:
-    """The blocks of the forward method: ``[B, T, H, D]`` in and out."""
+) -> tuple[Tensor, Tensor]:
+    """The blocks of the forward method: ``[B, T, H, D]`` in and out, and the last state ``[B, H, D, D]``."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     rows, heads, length, size = q.shape
     state = torch.zeros(rows, heads, size, size).to(v)
@@ -361,7 +392,7 @@ def _lightning(
         outputs.append(torch.matmul(a * query_decay[:, :count], state) + inner)
         update = torch.matmul((b * key_decay[:, -count:]).transpose(-1, -2), c)
         state = state * torch.exp(-slope * count) + update
-    return torch.cat(outputs, dim=-2).transpose(1, 2)
+    return torch.cat(outputs, dim=-2).transpose(1, 2), state
 
 
 def lightning(original: FunctionType) -> Callable[..., Any]:
@@ -372,27 +403,36 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
     @at_trace_time
     def describe(block: int) -> str:
         names = ("query", "key", "value", "slope", "query_decay", "key_decay", "diagonal_decay")
-        return _body(_lightning, names, 7, (("block", block),), "value", "value", False)
+        return _body(_lightning, names, 7, (("block", block),), "value", "value", True, "")
 
     @at_trace_time
     def trusted() -> bool:
         return _is_lightning(original, computed)
 
-    def computed(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, body: str | None) -> Tensor:
+    def computed(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        body: str | None,
+        stated: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         rows, length, _ = hidden_states.shape
         heads, size = self.num_attention_heads, self.head_dim
         mixed = masked(self.act_fn(self.qkv_proj(hidden_states)), attention_mask)
         query, key, value = torch.split(mixed.reshape(rows, length, heads, 3 * size), size, dim=3)
         slope = self.slope_rate
         gate = (-slope.reshape(1, 1, heads)).expand(rows, length, heads)
+        state = None
         if body is None:
             out = definition(query, key, value, gate, None, None, 1.0)
         else:
             given = [query, key, value, slope, self.query_decay, self.key_decay, self.diagonal_decay]
             out = leaf_recurrence(query, key, value, gate, None, None, 1.0, self.block_size, given, body)
+            if stated:
+                state = leaf_last_state(key, value, given, body).to(value.dtype)
         out = self.norm(out.reshape(rows, length, heads * size))
         found: Tensor = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out)
-        return found
+        return found, state
 
     @functools.wraps(original)
     def forward(
@@ -408,18 +448,24 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
                 self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
             )
         collected = None if capturing is None else capturing.get()
+        cached = past_key_values is not None
+        starts = cached and past_key_values.get_linear_cache(self.layer_idx) is not None
         # The second result, the last state, is kept where the caller asks for attentions.
-        if past_key_values is not None or (collected is not None and "attentions" in collected):
+        read = (cached and states_are_read()) or (collected is not None and "attentions" in collected)
+        if starts or read:
             return original(
                 self, stateful(hidden_states), position_embeddings, attention_mask, past_key_values, **kwargs
             )
-        return computed(self, hidden_states, attention_mask, describe(self.block_size)), None
+        out, state = computed(self, hidden_states, attention_mask, describe(self.block_size), cached)
+        if cached:
+            past_key_values.set_linear_cache(self.layer_idx, state)
+        return out, state
 
     return forward
 
 
 @functools.cache
-def _is_lightning(forward: FunctionType, computed: Callable[..., Tensor]) -> bool:
+def _is_lightning(forward: FunctionType, computed: Callable[..., tuple[Tensor, Any]]) -> bool:
     def compare(draw: Draw) -> tuple[Tensor, Tensor]:
         config = SimpleNamespace(
             head_dim=4, hidden_size=6, num_attention_heads=2, num_hidden_layers=2, block_size=3, hidden_act="silu",
@@ -429,7 +475,7 @@ def _is_lightning(forward: FunctionType, computed: Callable[..., Tensor]) -> boo
         x, mask = draw(2, 7, 6), torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]])
         layer.load_state_dict({name: draw(*p.shape) for name, p in layer.named_parameters()}, strict=False)
         theirs = forward(layer, x, None, mask)[0]
-        return computed(layer, x, mask, None), theirs
+        return computed(layer, x, mask, None)[0], theirs
 
     return _agree(compare)
 

@@ -24,9 +24,11 @@ __all__ = [
     "in_use",
     "patch",
     "recapture_dense",
+    "recapture_with_states",
     "restart",
     "serve",
     "served",
+    "states_are_read",
     "substitute",
     "traced_local",
 ]
@@ -41,6 +43,7 @@ _patched: set[Callable[..., Any]] = set()
 # A frame keeps its CompileContext when Dynamo starts its analysis again, and no two frames share one.
 _dense_frames: weakref.WeakSet[CompileContext] = weakref.WeakSet()
 _changed_frames: weakref.WeakSet[CompileContext] = weakref.WeakSet()
+_stateful_frames: weakref.WeakSet[CompileContext] = weakref.WeakSet()
 _given_up: weakref.WeakKeyDictionary[CompileContext, Any] = weakref.WeakKeyDictionary()
 
 
@@ -121,6 +124,22 @@ def recapture_dense(reason: str = "treecompile runs this frame dense", why: Any 
     if why is not None:
         _given_up[frame] = why
     restart(reason)
+
+
+def recapture_with_states() -> NoReturn:
+    """Have Dynamo capture the current frame again, as one whose last states of recurrences are read.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: always, as of `recapture_dense`.
+    """
+    _stateful_frames.add(CompileContext.get())
+    restart("the last state of a recurrence is read")
+
+
+@at_trace_time
+def states_are_read() -> bool:
+    """Whether a capture of the frame being traced has shown so. Evaluated by Dynamo, at trace time."""
+    return CompileContext.try_get() in _stateful_frames
 
 
 def given_up() -> Any:
