@@ -85,7 +85,10 @@ class Family:
             if smooth and "n_group" in sizes:
                 sizes |= {"topk_group": sizes["n_group"]}
             config = getattr(transformers, self.prefix + self.config)(**sizes)
-            model = getattr(transformers, self.prefix + "ForCausalLM")(config)
+            # Some vectors are drawn by the model, and kept.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = getattr(transformers, self.prefix + "ForCausalLM")(config)
         randomise(model, seed)
         return model.train()
 

@@ -5,6 +5,7 @@ These functions compute in fp32 whatever the model's dtype: models are compared 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import itertools
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import treecompile
 from tests import law
-from tests.models import HYBRIDS, VOCAB
+from tests.models import HYBRIDS, VOCAB, randomise
 from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
 from treecompile.executors import RecurrenceRoutes
@@ -70,9 +71,10 @@ def batch(side: str) -> dict[str, Tensor]:
     return {"input_ids": out, "attention_mask": mask}
 
 
-def outcome(
-    model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
+Outcome = tuple[Tensor, dict[str, Tensor]]
+
+
+def outcome(model: nn.Module, call: Callable[..., Any], inputs: dict[str, Any]) -> Outcome:
     """Log-probs of some tokens where they are kept, and the gradients of a random sum of them."""
     model.zero_grad()
     ids = inputs["input_ids"]
@@ -181,16 +183,44 @@ def test_through_inductor(name: str) -> None:
 def test_autocast(name: str) -> None:
     """No further from fp32 than the dense run in bf16 is."""
     model, inputs = HYBRIDS[name].build(smooth=True), batch("ragged")
-    exact, exact_grads = outcome(model, model, inputs)
     call = law.compiled(model, on_unsupported="error")
-    with law.as_written(), torch.autocast("cpu", torch.bfloat16):
-        dense, tree = outcome(model, model, inputs), outcome(model, call, inputs)
-    errors = [
-        [(x - exact).norm(), *((grads[n] - g).norm() for n, g in exact_grads.items())]
-        for x, grads in (dense, tree)
-    ]
-    assert errors[1][0] <= 1.25 * errors[0][0]
-    assert torch.stack(errors[1][1:]).norm() <= 1.25 * torch.stack(errors[0][1:]).norm()
+    errors, weights = Errors(), copy.deepcopy(model.state_dict())
+    for seed in range(DRAWS):
+        model.load_state_dict(weights)
+        randomise(model, seed)
+        exact = outcome(model, model, inputs)
+        with law.as_written(), torch.autocast("cpu", torch.bfloat16):
+            errors.add(exact, outcome(model, model, inputs), outcome(model, call, inputs))
+    errors.check()
+
+
+DRAWS = 5
+
+
+class Errors:
+    """Distances of dense and tree runs to fp32, over several draws of weights.
+
+    Medians are compared, of tokens and of parameters: of one draw, a single rounding can decide the norm.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[list[Tensor]] = [[], []]
+        self.parameters: list[Tensor] = []
+
+    def add(self, exact: Outcome, *runs: Outcome) -> None:
+        """Add those of one draw, dense and tree."""
+        for far, (found, _) in zip(self.tokens, runs, strict=True):
+            far.append((found - exact[0])[exact[0] != 0].abs())
+        dense, tree = (
+            torch.stack([(grads[n].float() - g).norm() for n, g in exact[1].items()]) for _, grads in runs
+        )
+        self.parameters.append(tree / dense.clamp_min(1e-12))
+
+    def check(self) -> None:
+        """The tree's are at most 1.25 times as far."""
+        dense, tree = (torch.cat(far).median() for far in self.tokens)
+        assert tree <= 1.25 * dense
+        assert torch.cat(self.parameters).median() <= 1.25
 
 
 @pytest.mark.gpu
@@ -204,33 +234,33 @@ def test_bf16_on_the_gpu(name: str, compiler: str, monkeypatch: pytest.MonkeyPat
     refuses gradients with some versions of Triton, and rounds operands of fp32.
     """
 
-    def dense(inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def dense(model: nn.Module, inputs: dict[str, Any]) -> Outcome:
         with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", return_value=True):
             return outcome(model, model, inputs)
 
     model = HYBRIDS[name].build(smooth=True).cuda()
+    low = copy.deepcopy(model).bfloat16()
     inputs = {key: x.cuda() for key, x in batch("ragged").items()}
     ran = mock.Mock(wraps=op.delta_rule_backward)
     monkeypatch.setattr(op, "delta_rule_backward", ran)
-    exact, exact_grads = dense(inputs)
-    call = law.compiled(model, on_unsupported="error", compiler=compiler)
-    close, close_grads = outcome(model, call, inputs)
-    assert (close - exact).abs().max() <= 5e-5
-    for key, g in exact_grads.items():
-        budget = 1e-3 if key.endswith(("A_log", "dt_bias")) else 1e-4
-        assert (close_grads[key] - g).norm() <= budget * g.norm().clamp_min(1e-3), key
-    model.bfloat16()
-    torch._dynamo.reset()
-    low = law.compiled(model, on_unsupported="error", compiler=compiler)
-    with law.counting() as seen:
-        runs = dense(inputs), outcome(model, low, inputs)
-    law.held("packed", seen)
-    errors = [
-        [(x - exact).norm(), *((grads[n].float() - g).norm() for n, g in exact_grads.items())]
-        for x, grads in runs
-    ]
-    assert errors[1][0] <= 1.25 * errors[0][0]
-    assert torch.stack(errors[1][1:]).norm() <= 1.25 * torch.stack(errors[0][1:]).norm()
+    call, low_call = (law.compiled(m, on_unsupported="error", compiler=compiler) for m in (model, low))
+    errors, weights = Errors(), copy.deepcopy(model.state_dict())
+    for seed in range(DRAWS):
+        model.load_state_dict(weights)
+        model.cpu()
+        randomise(model, seed)
+        model.cuda()
+        exact, exact_grads = dense(model, inputs)
+        close, close_grads = outcome(model, call, inputs)
+        assert (close - exact).abs().max() <= 5e-5
+        for key, g in exact_grads.items():
+            budget = 1e-3 if key.endswith(("A_log", "dt_bias")) else 1e-4
+            assert (close_grads[key] - g).norm() <= budget * g.norm().clamp_min(1e-3), key
+        low.load_state_dict(model.state_dict())
+        with law.counting() as seen:
+            errors.add((exact, exact_grads), dense(low, inputs), outcome(low, low_call, inputs))
+        law.held("packed", seen)
+    errors.check()
     assert bool(ran.call_count) == (name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"))
 
 
@@ -516,6 +546,7 @@ def test_documents_in_a_row(name: str) -> None:
     "name", ["minimax", *(pytest.param(n, marks=SLOW) for n in ("qwen3_5", "kimi_linear", "bamba"))]
 )
 def test_a_cache_is_refused_with_a_hint(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    treecompile.backend.clear()  # a warning is given once
     with law.as_written():
         assert_law(HYBRIDS[name].build(), batch("left") | {"use_cache": True}, "recurrent-state")
     assert "use_cache=False" in caplog.text
