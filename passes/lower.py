@@ -21,6 +21,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from treecompile.passes.convolution import name_convolutions
 from treecompile.passes.reasons import Refusal, no_tokens, reason_at
+from treecompile.passes.states import made_of_states
 from treecompile.runtime.ops.leaf_recurrence import leaf_last_state, stateful
 
 __all__ = ["checkpoint_kwargs", "lower", "region_of"]
@@ -159,8 +160,9 @@ def lower(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, dic
         if node.op == "call_function" and REGION not in node.meta.get("custom", {}):
             node.meta["custom"] = {k: v for k, v in node.meta.get("custom", {}).items() if k != REGION}
     _refuse_states(lowered, stateful)
-    _functionalize(lowered)
     _drop_states(lowered)
+    _refuse_assertions(lowered)
+    _functionalize(lowered)
     _drop_identities(lowered)
     name_convolutions(lowered)
     return lowered, regions
@@ -180,14 +182,25 @@ def _refuse_states(gm: fx.GraphModule, target: Any) -> None:
             )
 
 
-def _drop_states(gm: fx.GraphModule) -> None:
-    """Erase last states of recurrences and what is made of them: a cache that nobody reads."""
-    made: set[fx.Node] = set()
+def _refuse_assertions(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
-        if node.target is leaf_last_state or not made.isdisjoint(node.all_input_nodes):
-            made.add(node)
+        if node.target in (aten._assert_async.default, aten._assert_async.msg):
+            raise Refusal(
+                reason_at(
+                    node,
+                    "assertion",
+                    "an assertion about values of tensors",
+                    "nothing reads its outcome, and of a packed graph it would see each shared token once",
+                    "assert outside of the compiled region",
+                )
+            )
+
+
+def _drop_states(gm: fx.GraphModule) -> None:
+    """Erase last states of recurrences with what is made of them: a cache that nobody reads."""
+    made = made_of_states(gm) or set()
     for node in reversed(list(gm.graph.nodes)):
-        if node in made and node.op != "output" and not node.users:
+        if node in made and not node.users:
             gm.graph.erase_node(node)
     _refuse_states(gm, leaf_last_state)
 

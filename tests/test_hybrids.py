@@ -27,7 +27,7 @@ from tests.test_leaves import Recorder, run_fresh
 from treecompile import lowering
 from treecompile.executors import RecurrenceRoutes
 from treecompile.leaves import install, recurrence, scope
-from treecompile.leaves.states import reads_states
+from treecompile.passes.states import reads_states
 from treecompile.runtime.chunks import Alignment, ChunkPlan
 from treecompile.runtime.ops import chunk_rounds, recurrence_choice, recurrence_plan, recurrence_rounds
 from treecompile.runtime.ops import recurrence as op
@@ -337,6 +337,52 @@ def test_a_state_that_is_read(name: str, fullgraph: bool) -> None:
         law.compiled(step, on_unsupported="error")(**inputs)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_state_whose_reader_is_overlooked(fullgraph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense graph never has the stand-in, which has no gradient."""
+    monkeypatch.setattr(treecompile.backend, "reads_states", lambda gm: False)
+    step = Step(HYBRIDS["qwen3_next"].build(), 0)
+    inputs = batch("left")
+    expected, grads = gradients_of(step, step, inputs)
+    call = torch.compile(step, backend=treecompile.backend.tree, fullgraph=fullgraph)
+    with law.as_written(), law.counting() as seen:
+        found, others = gradients_of(step, call, inputs)
+    assert seen["dense:recurrent-state"] == 1
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5
+    for key, g in grads.items():
+        assert (others[key] - g).norm() <= 1e-4 * g.norm().clamp_min(1e-3), key
+
+
+class Hooked(nn.Module):
+    """The last state that MiniMax' attention returns beside its output, with or without a cache."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.kept: list[Tensor] = []
+        at = model.config.layer_types.index("linear_attention")
+        model.model.layers[at].self_attn.register_forward_hook(lambda _, __, out: self.kept.append(out[1]))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        self.kept.clear()
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        log_probs = logits.float().log_softmax(-1).gather(-1, input_ids.roll(1, 1)[..., None])[..., 0]
+        return log_probs, self.kept[0]
+
+
+def test_a_state_that_a_layer_returns() -> None:
+    step = Hooked(HYBRIDS["minimax"].build())
+    inputs = batch("left")
+    expected, grads = gradients_of(step, step, inputs)
+    with law.as_written():
+        found, others = gradients_of(step, law.compiled(step), inputs)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5
+    for key, g in grads.items():
+        assert (others[key] - g).norm() <= 1e-4 * g.norm().clamp_min(1e-3), key
+
+
 def state_graph(use: Callable[[Tensor, Tensor], Any]) -> fx.GraphModule:
     """A graph of an input and of a last state, traced as Dynamo would record it: calls as they are written."""
 
@@ -375,9 +421,44 @@ def wrote_out(x: Tensor, state: Tensor) -> Tensor:
     return cache
 
 
+def wrote_where_nobody_looks(x: Tensor, state: Tensor) -> Tensor:
+    cache = x.new_zeros(2, 4)
+    cache[0].copy_(state)
+    cache.add_(state)
+    return x + torch.zeros_like(state)
+
+
+def wrote_zeros(x: Tensor, state: Tensor) -> Tensor:
+    cache = torch.empty(4)
+    torch.zeros(4, out=cache).copy_(state)
+    return cache
+
+
+def wrote_by_name(x: Tensor, state: Tensor) -> Tensor:
+    cache = torch.zeros(4)
+    torch.index_put_(input=cache, indices=(x,), values=state)
+    return cache
+
+
+def wrote_list(x: Tensor, state: Tensor) -> Tensor:
+    cache = torch.zeros(4)
+    torch._foreach_copy_([cache], [state])
+    return cache
+
+
+def asserted(x: Tensor, state: Tensor) -> Tensor:
+    torch._assert_async((state < 1).all(), "large")
+    return x + 1
+
+
 @pytest.mark.parametrize(
     ("use", "read"),
     [
+        (wrote_where_nobody_looks, False),
+        (wrote_zeros, True),
+        (wrote_by_name, True),
+        (wrote_list, True),
+        (asserted, True),
         (lambda x, state: x * 2, False),
         (wrote, False),
         (lambda x, state: (x, [state]), True),

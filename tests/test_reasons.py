@@ -153,6 +153,12 @@ def through_a_codebook(x: Tensor, codes: Tensor) -> Tensor:
     return weights.reshape(*x.shape[:-1], 1, len(codes)).squeeze(-2) @ codes
 
 
+def finite(x: Tensor) -> Tensor:
+    """What Dynamo makes of an assert statement; pytest rewrites those of its modules."""
+    torch._assert_async(x.isfinite().all(), "no number")
+    return x
+
+
 def remembering(x: Tensor) -> Tensor:
     """A recurrence of which the last state is wanted, as its leaf marks it."""
     marked: Tensor = torch.ops.treecompile.stateful(x)
@@ -233,6 +239,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
     ),
     "embedding": ("embedding", lambda: (Scaled(), IDS)),
     "recurrent-state": ("recurrent-state", lambda: (Model(remembering), IDS)),
+    "assertion": ("assertion", lambda: (Model(finite), IDS)),
     "recurrence-operand": ("recurrence-operand", lambda: (Model(without_the_last), IDS)),
     "dense-input-by-batch": (
         "dense-input",

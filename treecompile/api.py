@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 from treecompile import backend, lowering, settings
 from treecompile.executors import AttentionRoutes, RecurrenceRoutes, attention_routes, recurrence_routes
 from treecompile.leaves import scope
-from treecompile.leaves.states import reads_states
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
 from treecompile.passes.reasons import Refusal
+from treecompile.passes.states import reads_states
 from treecompile.programs import plain_program
 from treecompile.report import Break, GraphReport, Report
 from treecompile.runtime.batch import PackedBatch, TreeCache

@@ -17,14 +17,15 @@ from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis
 
 from treecompile import leaves, logs, raised
 from treecompile.leaves import scope
-from treecompile.leaves.states import reads_states
 from treecompile.lowering import PackedCode, compile_dense, inductor_settings, shared_code
 from treecompile.options import Options
 from treecompile.passes.program import Draft, build
 from treecompile.passes.reasons import Reason, Refusal
+from treecompile.passes.states import reads_states
 from treecompile.recorder import current
 from treecompile.runtime.batch import TreeCache
 from treecompile.runtime.errors import OptionError, UnsupportedError
+from treecompile.runtime.ops.leaf_recurrence import leaf_last_state
 from treecompile.runtime.program import CompilationFailed, TreeProgram
 
 __all__ = ["counters", "tree"]
@@ -56,9 +57,9 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
     except OptionError as error:
         raised.raise_option(inspect.currentframe(), error)
     counters["captured"] += 1
+    fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     if reads_states(gm):
         scope.recapture_with_states()
-    fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     try:
         draft = build(gm, fakes, _is_parameter, options.alignment)
     except Refusal as refusal:
@@ -102,6 +103,8 @@ def _refused(
         raised.raise_unsupported(
             inspect.currentframe(), what=reason.what, why=reason.why, where=where or None, hint=reason.hint
         )
+    if any(node.target is leaf_last_state for part in _parts(gm) for node in part.graph.nodes):
+        scope.recapture_with_states(reason)  # a dense graph gets the model's own states, which have gradients
     _log_once(reason)
     dense = _stock(gm, inputs, options)
 
@@ -111,6 +114,11 @@ def _refused(
         return dense(*args)
 
     return run
+
+
+def _parts(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph and those within it."""
+    return [part for part in gm.modules() if isinstance(part, fx.GraphModule)]
 
 
 def _stock(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

@@ -44,6 +44,7 @@ from treecompile.runtime.ops.recurrence_plan import RecurrenceTables, Slice, rec
 from treecompile.runtime.ops.recurrence_rounds import (
     STATES,
     recurrence_rounds,
+    refuse_fla,
     rounds_backward,
     rounds_forward,
 )
@@ -448,6 +449,8 @@ def recurrence_executor(
         ('pytorch', 'not on a CUDA device')
     """
     against, asked = why_not(k, v, gate, beta, chunk), asked_executor()
+    if asked == "fla":
+        refuse_fla(v)
     executor = asked or ("pytorch" if against else "triton")
     if asked:
         return executor, {name: f"{asked} was asked for" for name in EXECUTORS if name != executor}

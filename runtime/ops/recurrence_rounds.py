@@ -84,6 +84,18 @@ def why_no_fla(v: Tensor) -> str:
     return ""
 
 
+def refuse_fla(v: Tensor) -> None:
+    """Raise what `why_no_fla` says.
+
+    Raises:
+        ValueError: if it says anything.
+    """
+    if reason := why_no_fla(v):
+        raise ValueError(
+            f"{VARIABLE}=fla: {reason}; move the model, or ask for another executor or none (unset {VARIABLE})"
+        )
+
+
 def fla_function(delta: bool, vector: bool) -> Callable[..., Any]:
     """Import the function of a form.
 
@@ -225,10 +237,7 @@ def _fla(inputs: Sequence[Tensor], scale: float) -> ChunkOp:
     """
     v, gate = inputs[2:4]
     delta, vector = len(inputs) > 4, gate.dim() == 4
-    if reason := why_no_fla(v):
-        raise ValueError(
-            f"{VARIABLE}=fla: {reason}; move the model, or ask for another executor or none (unset {VARIABLE})"
-        )
+    refuse_fla(v)
     function = fla_function(delta, vector)
     # Operands of one dtype; states, decays and steps in that of the states.
     wide = accumulation_dtype(v.dtype)

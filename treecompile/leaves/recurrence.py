@@ -398,7 +398,6 @@ def _lightning(
 def lightning(original: FunctionType) -> Callable[..., Any]:
     """The forward method of MiniMax' lightning attention: the original wherever our backend does not trace."""
     masked = original.__globals__["apply_mask_to_padding_states"]
-    capturing = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
 
     @at_trace_time
     def describe(block: int) -> str:
@@ -428,8 +427,7 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
         else:
             given = [query, key, value, slope, self.query_decay, self.key_decay, self.diagonal_decay]
             out = leaf_recurrence(query, key, value, gate, None, None, 1.0, self.block_size, given, body)
-            if stated:
-                state = leaf_last_state(key, value, given, body).to(value.dtype)
+            state = leaf_last_state(key, value, given, body).to(value.dtype)
         out = self.norm(out.reshape(rows, length, heads * size))
         found: Tensor = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * out)
         return found, state
@@ -447,16 +445,13 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
             return original(
                 self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
             )
-        collected = None if capturing is None else capturing.get()
         cached = past_key_values is not None
         starts = cached and past_key_values.get_linear_cache(self.layer_idx) is not None
-        # The second result, the last state, is kept where the caller asks for attentions.
-        read = (cached and states_are_read()) or (collected is not None and "attentions" in collected)
-        if starts or read:
+        if starts or states_are_read():
             return original(
                 self, stateful(hidden_states), position_embeddings, attention_mask, past_key_values, **kwargs
             )
-        out, state = computed(self, hidden_states, attention_mask, describe(self.block_size), cached)
+        out, state = computed(self, hidden_states, attention_mask, describe(self.block_size))
         if cached:
             past_key_values.set_linear_cache(self.layer_idx, state)
         return out, state

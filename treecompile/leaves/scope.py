@@ -126,13 +126,19 @@ def recapture_dense(reason: str = "treecompile runs this frame dense", why: Any 
     restart(reason)
 
 
-def recapture_with_states() -> NoReturn:
+def recapture_with_states(why: Any = None) -> NoReturn:
     """Have Dynamo capture the current frame again, as one whose last states of recurrences are read.
+
+    Args:
+        why: kept for `given_up`.
 
     Raises:
         TensorifyScalarRestartAnalysis: always, as of `recapture_dense`.
     """
-    _stateful_frames.add(CompileContext.get())
+    frame = CompileContext.get()
+    _stateful_frames.add(frame)
+    if why is not None:
+        _given_up[frame] = why
     restart("the last state of a recurrence is read")
 
 
