@@ -295,7 +295,10 @@ def gradients_of(
     return [out.detach() for out in kept], grads
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+QUICK = ("qwen3_next", "bamba", "minimax")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=SLOW) for n in HYBRIDS if n not in QUICK)])
 def test_a_cache_that_is_dropped(name: str) -> None:
     """A step of training with the cache left on: nobody reads the last states."""
     step = Step(HYBRIDS[name].build())
@@ -313,7 +316,7 @@ def test_a_cache_that_is_dropped(name: str) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("kimi_linear", marks=SLOW)])
 def test_a_state_that_is_read(name: str, fullgraph: bool) -> None:
     """One layer's is enough: the graph runs dense, with its states and their gradients."""
     model = HYBRIDS[name].build()
@@ -337,7 +340,7 @@ def test_a_state_that_is_read(name: str, fullgraph: bool) -> None:
         law.compiled(step, on_unsupported="error")(**inputs)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=SLOW)])
 def test_a_state_whose_reader_is_overlooked(fullgraph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense graph never has the stand-in, which has no gradient."""
     monkeypatch.setattr(treecompile.backend, "reads_states", lambda gm: False)
