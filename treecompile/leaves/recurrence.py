@@ -409,11 +409,7 @@ def lightning(original: FunctionType) -> Callable[..., Any]:
         return _is_lightning(original, computed)
 
     def computed(
-        self: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        body: str | None,
-        stated: bool = False,
+        self: Any, hidden_states: Tensor, attention_mask: Tensor | None, body: str | None
     ) -> tuple[Tensor, Tensor | None]:
         rows, length, _ = hidden_states.shape
         heads, size = self.num_attention_heads, self.head_dim
