@@ -58,7 +58,7 @@ from treecompile.runtime.ops.recurrence_triton import (
 from treecompile.runtime.ops.registry import define, register_autocast
 from treecompile.runtime.ops.segment_sum import segment_sum
 
-__all__ = ["tree_recurrence", "tree_recurrence_backward", "tree_recurrence_reference"]
+__all__ = ["recurrence_executor", "tree_recurrence", "tree_recurrence_backward", "tree_recurrence_reference"]
 
 # What the blocks that are computed at once may hold.
 SLICE_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
