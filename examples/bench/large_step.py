@@ -140,7 +140,7 @@ def compare(
         print(f"{part.name:12} {1e3 * part.seconds:9.1f} ms of {best}   shared {part.ratio:.2f}x")
     total = sum(part.seconds for part in parts)
     ideal = total / sum(part.seconds / part.ratio for part in parts)
-    for name in middle.keys() & TREES:
+    for name in sorted(middle.keys() & TREES):
         reached = middle[best] / middle[name]
         print(f"{name}: {reached:.2f}x over {best}, ideal {ideal:.2f}x: {reached / ideal:.2f} of it")
 
