@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,11 @@ from treecompile.runtime.tree import RolloutTree
 
 __all__ = ["PackedBatch", "RegionTensors", "TreeCache", "TreeTensors"]
 
+V = TypeVar("V")
+
 _KEPT_REGIONS = 16
+# Bound on the copies of arguments that plans are compared with.
+_PLANNED_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -166,14 +170,15 @@ class PackedBatch:
 
 
 class TreeCache:
-    """Packed batches by content, bounded, per device: policy, reference and old-log-prob passes share one tree.
+    """Packed batches and plans by content, bounded: policy, reference and old-log-prob passes share one tree.
 
     Args:
-        capacity: batches kept.
+        capacity: batches kept, and plans kept.
     """
 
     def __init__(self, capacity: int = 8) -> None:
         self._cache: ContentCache[PackedBatch] = ContentCache(capacity)
+        self._plans: ContentCache[Any] = ContentCache(capacity, max_bytes=_PLANNED_BYTES)
 
     def get(
         self,
@@ -199,9 +204,36 @@ class TreeCache:
 
         return self._cache.get([*keys, visible, exact, documents], build, device=device, options=column_key)
 
+    def plan(self, program: int, arguments: Sequence[Any], build: Callable[[], V]) -> V:
+        """What a program makes of its arguments before it runs, once for equal ones.
+
+        Args:
+            program: number of the program.
+            arguments: tensors, compared by content, and numbers. The ambient autocast and CUDA stream count, too.
+            build: makes the plan; it must not hold the memory of an argument.
+        """
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        numbers = tuple(None if isinstance(x, Tensor) else (type(x), x) for x in arguments)
+        found: V = self._plans.get(tensors, build, options=(program, numbers, _ambient(tensors)))
+        return found
+
     def clear(self) -> None:
-        """Forget all batches."""
+        """Forget all batches and plans."""
         self._cache.clear()
+        self._plans.clear()
+
+
+def _ambient(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """State around a call that its plan depends on."""
+    devices = dict.fromkeys(x.device for x in tensors)
+    return tuple(
+        (
+            device.type,
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
+        )
+        for device in devices
+    )
 
 
 def _integral(key: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import threading
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,13 +29,20 @@ class _Entry(Generic[V]):
     size: int
     value: V
 
+    @cached_property
+    def fingerprints(self) -> tuple[int, ...]:
+        return tuple(map(_fingerprint, self.contents))
+
+    def holds(self, arrays: Sequence[Content]) -> bool:
+        return all(map(_equal, self.contents, arrays))
+
 
 class TreeCache(Generic[V]):
     """Values (trees, plans, device tensors) by the contents of the arrays they were built from.
 
-    An entry is used after all its contents were compared, on the arrays' own device. Of arrays on a device, where a
-    comparison waits for it, a fingerprint of a few samples says where to look. Copies are kept, so the caller may
-    write into the arrays afterwards.
+    An entry is used after all its contents were compared, on the arrays' own device: first the last one used. Where a
+    comparison waits for a device, a fingerprint of a few samples says which of the others to look at. Copies are
+    kept, so the caller may write into the arrays afterwards.
     Least recently used entries leave first. Thread-safe; a value is built once, under the lock.
 
     Args:
@@ -85,13 +92,12 @@ class TreeCache(Generic[V]):
             the cached or new value; the same object to all callers, which must not modify it.
         """
         with self._lock:
-            key = (options, str(device), tuple(map(_form, arrays)), tuple(map(_fingerprint, arrays)))
-            for i in range(len(self._entries) - 1, -1, -1):
-                entry = self._entries[i]
-                if entry.key == key and all(map(_equal, entry.contents, arrays)):
-                    self._entries.append(self._entries.pop(i))
-                    self.hits += 1
-                    return entry.value
+            key = (options, str(device), tuple(map(_form, arrays)))
+            at = self._find(key, arrays)
+            if at is not None:
+                self._entries.append(self._entries.pop(at))
+                self.hits += 1
+                return self._entries[-1].value
             self.misses += 1
             value = build()
             size = sum(map(_size, arrays))
@@ -99,6 +105,17 @@ class TreeCache(Generic[V]):
                 self._entries.append(_Entry(key, tuple(map(_copy, arrays)), size, value))
                 self._shrink()
             return value
+
+    def _find(self, key: Hashable, arrays: Sequence[Content]) -> int | None:
+        """The entry of these arrays. The last one used is the likeliest: for the others, fingerprints are taken."""
+        alike = [i for i, entry in enumerate(self._entries) if entry.key == key]
+        if alike and self._entries[alike[-1]].holds(arrays):
+            return alike[-1]
+        found = tuple(map(_fingerprint, arrays)) if len(alike) > 1 else ()
+        for i in reversed(alike[:-1]):
+            if self._entries[i].fingerprints == found and self._entries[i].holds(arrays):
+                return i
+        return None
 
     def _shrink(self) -> None:
         total = sum(entry.size for entry in self._entries)
@@ -114,8 +131,8 @@ class TreeCache(Generic[V]):
 def _form(array: Content) -> Hashable:
     if array is None:
         return None
-    device = str(array.device) if isinstance(array, torch.Tensor) else "numpy"
-    return device, str(array.dtype), tuple(array.shape)
+    device = array.device if isinstance(array, torch.Tensor) else "numpy"
+    return device, array.dtype, tuple(array.shape)
 
 
 def _fingerprint(array: Content) -> int:
@@ -134,12 +151,13 @@ def _sampled(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 
 
 def _equal(old: Content, new: Content) -> bool:
+    """Whether arrays of one form are equal."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.device.type != "cpu":
         return torch.equal(old, new)
     if old is None or new is None:
         return old is new
     # Not by torch: on the host it wakes threads for small arrays, and waits for them.
-    return bool(np.array_equal(_on_host(old), _on_host(new)))
+    return bool((_on_host(old) == _on_host(new)).all())
 
 
 def _on_host(array: Array | torch.Tensor) -> Array:

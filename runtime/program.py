@@ -10,6 +10,7 @@ Nothing here keeps state between calls except bounded caches keyed by content.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treecompile.runtime.batch import PackedBatch, TreeCache
+from treecompile.runtime.batch import PackedBatch, RegionTensors, TreeCache
 from treecompile.runtime.ops import expand
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Frontier",
     "Input",
     "PackSpec",
+    "Plan",
     "Region",
     "TreeProgram",
     "TreeSpec",
@@ -37,6 +39,8 @@ __all__ = [
 # Bounds are integers, None, or the name of a value that the keys graph computes.
 Region = tuple[tuple[Any, ...], ...]
 WHOLE: Region = ()
+# Roles of inputs that are arrays of the layout of a region, or go by one.
+_LAYOUT = {"rows", "row_index", "offsets", "positions", "multiplicity", "index"}
 
 
 class CompilationFailed(Exception):
@@ -180,6 +184,25 @@ class Frontier:
     spec: ExpandSpec | None
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How a program runs on some arguments: all that depends on those of the keys graph alone.
+
+    Attributes:
+        batch: the tree; None where the call runs dense.
+        why: why it does.
+        numbers: values of ``number`` inputs of the packed graph.
+        values: of its other inputs, in order; None for those that come with each call.
+        layouts: by region of the grid.
+    """
+
+    batch: PackedBatch | None
+    why: str
+    numbers: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()
+    layouts: dict[Region, RegionTensors] = field(default_factory=dict)
+
+
 @dataclass
 class TreeProgram:
     """A captured graph that runs on the tree.
@@ -195,6 +218,7 @@ class TreeProgram:
         tail: function of the values named in `tail_inputs`.
         dense: the captured graph as stock Inductor compiles it.
         observe: told how each call ran: ``observe("packed" | "dense", reason)``.
+        number: of this program among all of the process.
     """
 
     arguments: tuple[str, ...]
@@ -214,25 +238,19 @@ class TreeProgram:
     failed: Callable[[CompilationFailed], None]
     min_sharing: float
     cache: TreeCache
-    last: PackedBatch | None = field(default=None, repr=False)
+    number: int = field(default_factory=itertools.count().__next__)
 
     def __call__(self, *args: Any) -> Any:
         given = dict(zip(self.arguments, args, strict=True))
         if not self._agree(given):
             self.observe("dense", "shapes")
             return self.dense(*args)
-        with torch.no_grad():
-            grid = dict(
-                zip(self.key_outputs, self.keys(*(given[name] for name in self.key_arguments)), strict=True)
-            )
-            batch, why = self.plan(grid)
-        if batch is not None and not self._covered(grid, batch):
-            batch, why = None, "shapes"
-        if batch is None:
-            self.observe("dense", why)
+        plan = self.plan(given)
+        if plan.batch is None:
+            self.observe("dense", plan.why)
             return self.dense(*args)
         try:
-            outputs = self.run(given, grid, batch)
+            outputs = self.run(given, plan, plan.batch)
         except CompilationFailed as error:
             self.failed(error)
             self.observe("dense", "compiler")
@@ -247,13 +265,34 @@ class TreeProgram:
             sizes[axis].add(given[name].shape[dim])
         return all(len(found) <= 1 for found in sizes)
 
-    def _covered(self, grid: dict[str, Any], batch: PackedBatch) -> bool:
-        """Whether there is a label for each position: a gather may read fewer than there are, from the first."""
-        bounds = _bounds(grid)
-        labels = [i for i in self.inputs if i.role == "index"]
-        return all(len(batch.layout(i.region, bounds).row_index) == grid[i.name].numel() for i in labels)
+    def plan(self, given: dict[str, Any]) -> Plan:
+        """How the program runs on these arguments, from the cache where their contents were planned before."""
+        taken = [given[name] for name in self.key_arguments]
 
-    def plan(self, grid: dict[str, Any]) -> tuple[PackedBatch | None, str]:
+        def build() -> Plan:
+            # A plan serves later calls in other modes.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._plan(dict(zip(self.key_outputs, self.keys(*taken), strict=True)))
+
+        return self.cache.plan(self.number, taken, build)
+
+    def _plan(self, grid: dict[str, Any]) -> Plan:
+        batch, why = self._tree(grid)
+        if batch is None:
+            return Plan(None, why)
+        bounds = _bounds(grid)
+        read = [i.region for i in self.inputs if i.role in _LAYOUT]
+        read += [item.region for item in self.frontier if item.region is not None and item.spec is not None]
+        layouts = {region: batch.layout(region, bounds) for region in dict.fromkeys(read)}
+        # There is a label for each position: a gather may read fewer than there are, from the first.
+        labels = [i for i in self.inputs if i.role == "index"]
+        if any(len(layouts[i.region].row_index) != grid[i.name].numel() for i in labels):
+            return Plan(None, "shapes")
+        numbers = tuple(grid[i.name] for i in self.inputs if i.role == "number")
+        values = tuple(self._value(i, grid, batch, layouts) for i in self.inputs if i.role != "number")
+        return Plan(batch, "", numbers, values, layouts)
+
+    def _tree(self, grid: dict[str, Any]) -> tuple[PackedBatch | None, str]:
         """The tree of this batch, or why it runs dense."""
         shape = _grid_shape(grid[self.tree.ids])
         visible = self._visible(grid, shape)
@@ -280,19 +319,17 @@ class TreeProgram:
             return None, "empty"
         if batch.sharing < self.min_sharing:
             return None, "min_sharing"
-        self.last = batch
         return batch, ""
 
-    def run(self, given: dict[str, Any], grid: dict[str, Any], batch: PackedBatch) -> Any:
-        """Pack, run, expand, tail."""
-        bounds = _bounds(grid)
-        numbers = tuple(grid[i.name] for i in self.inputs if i.role == "number")
-        values = [self._value(i, given, grid, batch, bounds) for i in self.inputs if i.role != "number"]
-        outputs = self.packed(numbers, values)
+    def run(self, given: dict[str, Any], plan: Plan, batch: PackedBatch) -> Any:
+        """Run the packed graph, expand, tail."""
+        inputs = (i for i in self.inputs if i.role != "number")
+        values = [self._now(i, value, given) for i, value in zip(inputs, plan.values, strict=True)]
+        outputs = self.packed(plan.numbers, values)
         known = dict(given)
         for item, value in zip(self.frontier, outputs, strict=True):
             if item.region is not None and item.spec is not None:
-                layout = batch.layout(item.region, bounds)
+                layout = plan.layouts[item.region]
                 value = item.spec.apply(
                     value, (layout.row_index, layout.offsets, layout.positions), batch.tree.batch
                 )
@@ -300,31 +337,32 @@ class TreeProgram:
         return self.tail(*(known[name] for name in self.tail_inputs))
 
     def _value(
-        self,
-        i: Input,
-        given: dict[str, Any],
-        grid: dict[str, Any],
-        batch: PackedBatch,
-        bounds: dict[str, Any],
+        self, i: Input, grid: dict[str, Any], batch: PackedBatch, layouts: dict[Region, RegionTensors]
     ) -> Any:
+        """An input of the packed graph as the plan keeps it: nothing that a caller could write to."""
+        if i.role in ("argument", "constant"):
+            return None
+        if i.role in ("scalar", "quantity"):
+            return _own(grid[i.name])
+        if i.role == "pack":
+            return batch.pack(grid[i.name], self.packs[i.name].batched, self.packs[i.name].shape)
+        if i.role == "tree":
+            return getattr(batch.tensors, i.name)
+        if i.role == "index":
+            return _own(grid[i.name].reshape(-1))
+        return getattr(layouts[i.region], i.role)
+
+    def _now(self, i: Input, planned: Any, given: dict[str, Any]) -> Any:
+        """The input of this call. Numbers may leave the packed graph as they are: each call has its own."""
         if i.role == "argument":
             return given[i.name]
         if i.role == "constant":
             return self.constants[i.name]
         if i.role == "scalar":
-            return grid[i.name]
+            return _own(planned)
         if i.role == "quantity":
-            return torch.tensor(
-                grid[i.name], dtype=torch.int64 if isinstance(grid[i.name], int) else torch.float64
-            )
-        if i.role == "pack":
-            return batch.pack(grid[i.name], self.packs[i.name].batched, self.packs[i.name].shape)
-        if i.role == "tree":
-            return getattr(batch.tensors, i.name)
-        layout = batch.layout(i.region, bounds)
-        if i.role == "index":
-            return grid[i.name].reshape(-1)
-        return getattr(layout, i.role)
+            return torch.tensor(planned, dtype=torch.int64 if isinstance(planned, int) else torch.float64)
+        return planned
 
     # ---- masks of the grid ----------------------------------------------------------------------------------------
 
@@ -364,6 +402,10 @@ class TreeProgram:
             ids = _as_grid(grid[name], shape).to(torch.int64)
             documents = ids if documents is None else _paired(documents, ids)
         return documents
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _bounds(grid: dict[str, Any]) -> dict[str, Any]:

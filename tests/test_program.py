@@ -96,6 +96,89 @@ def test_policy_and_reference_share_one_tree(monkeypatch: pytest.MonkeyPatch) ->
     assert len(built) == 1
 
 
+def planning(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by one for each plan that is made."""
+    made: list[int] = []
+    original = TreeProgram._plan
+    monkeypatch.setattr(TreeProgram, "_plan", lambda *a: made.append(1) or original(*a))  # type: ignore[func-returns-value]
+    return made
+
+
+def test_equal_arguments_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans go by content: of every argument, whoever wrote into it and wherever it lies."""
+    made = planning(monkeypatch)
+    # A number computed from the mask is an input of the packed graph.
+    toy, b = Toy(middle=lambda h, ids, mask: h / (1 + mask.sum())), batch(pad="mixed", seed=5)
+    call, ids, mask = compiled(toy), b.ids, b.mask
+
+    def same(plans: int) -> None:
+        with counting() as seen:
+            found = call(ids, mask)
+        kept = mask.bool()
+        torch.testing.assert_close(found[kept], toy(ids, mask)[kept], rtol=1e-10, atol=1e-10)
+        assert (seen["packed"], len(made)) == (1, plans)
+
+    backend._trees.clear()
+    same(1)
+    same(1)
+    ids, mask = ids.clone(), mask.clone()
+    same(1)
+    old, at = int(ids[0, 3]), int(mask[0].nonzero()[-1])
+    ids[0, 3] = (old + 1) % VOCAB
+    same(2)
+    mask[0, at] = 0
+    same(3)
+    ids[0, 3], mask[0, at] = old, 1
+    same(3)
+    ids[0, 3], mask[0, at] = (old + 1) % VOCAB, 0
+    same(3)
+    backend._trees.clear()
+    same(4)
+
+
+def test_a_plan_serves_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors made in inference mode cannot be saved for a backward pass."""
+    made = planning(monkeypatch)
+    toy, b = Selected(), batch(pad="mixed", seed=6)
+    toy(b.ids, b.mask, b.labels, b.weights).backward()
+    expected = {name: p.grad for name, p in toy.named_parameters()}
+    toy.zero_grad()
+    call = compiled(toy)
+    with torch.inference_mode():
+        call(b.ids, b.mask, b.labels, b.weights)
+    call(b.ids, b.mask, b.labels, b.weights).backward()
+    assert len(made) <= 2  # of one capture for each mode
+    for name, p in toy.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device_after_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead of the device from the packed graph to the end of the backward pass."""
+    toy, b = Shifted().cuda().float(), batch(pad="mixed", seed=7)
+    args = [x.cuda() for x in (b.ids, b.mask, b.labels, b.weights.float())]
+    call = compiled(toy, compiler="inductor")
+    call(*args).backward()
+    original = TreeProgram.run
+
+    def watched(*given: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(TreeProgram, "run", watched)
+    with counting() as seen:
+        loss = call(*args)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen["packed"] == 1
+
+
 def test_a_batch_without_sharing_runs_dense() -> None:
     b = batch(pad="none", vocab=13)
     b.ids[:, 0] = torch.arange(6)
@@ -111,14 +194,18 @@ def test_loss_in_the_graph_with_nothing_kept() -> None:
     check(Selected(), b.ids, b.mask, b.labels, b.weights, expect="empty")
 
 
-def test_a_negative_label_that_dense_refuses_is_refused() -> None:
+@pytest.mark.parametrize("label", [-100, -1, VOCAB])
+def test_a_label_that_dense_refuses_is_refused(label: int) -> None:
     class Unmasked(Toy):
         def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
             return super().forward(ids, mask).log_softmax(-1).gather(-1, labels[..., None]).sum()
 
     b = batch(pad="none")
+    labels = b.labels.clamp(0, VOCAB - 1)
+    check(Unmasked(), b.ids, b.mask, labels)
+    labels[1, 2] = label
     with pytest.raises((IndexError, RuntimeError)):
-        compiled(Unmasked())(b.ids, b.mask, b.labels)
+        compiled(Unmasked())(b.ids, b.mask, labels)
 
 
 def test_half_precision_means_count_exactly() -> None:

@@ -168,11 +168,9 @@ def _planned(
     """The tree of the batch, and why it would run dense."""
     program = plain_program(gm, draft, probe.trees)
     given = dict(zip(program.arguments, args, strict=True))
-    values = draft.keys.module(*(given[name] for name in program.key_arguments))
-    batch, why = program.plan(dict(zip(draft.key_outputs, values, strict=True)))
-    if batch is not None and batch.sharing < probe.options.min_sharing:
-        why = "min_sharing"
-    return batch, why
+    plan = program.plan(given)
+    too_little = plan.batch is not None and plan.batch.sharing < probe.options.min_sharing
+    return plan.batch, "min_sharing" if too_little else plan.why
 
 
 def _break(gm: fx.GraphModule) -> Break | None:
