@@ -233,7 +233,7 @@ def test_matrix_products() -> None:
 
 def check_kernels(device: str, dtype: torch.dtype, out: torch.dtype, layout: Maps, columns: int) -> None:
     """Statistics and gradients of a tile in the middle of wider rows, against formulas in fp64."""
-    from treecompile.runtime.kernels.log_probs import logit_grads, row_statistics
+    from treecompile.runtime.kernels.log_probs import logit_grads, pick, row_statistics
 
     g = torch.Generator().manual_seed(1)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -270,6 +270,25 @@ def check_kernels(device: str, dtype: torch.dtype, out: torch.dtype, layout: Map
 
     def there(x: Tensor) -> Tensor:
         return x.to(device, wide)
+
+    for normalized, values in ((True, logs), (False, exact)):
+        picked = torch.zeros(labels.shape, dtype=out, device=device)
+        where = labels.to(device), moved.offsets, moved.positions
+        pick(whole.to(device), *row_statistics(whole.to(device), False, wide)[:2], where, normalized, picked)
+        expected = torch.zeros(labels.shape, dtype=torch.float64)
+        expected[kept] = values[layout.row_index[kept], labels[kept]]
+        torch.testing.assert_close(
+            picked.cpu().double(), expected, rtol=1e-2 if out.itemsize == 2 else 1e-5, atol=1e-5
+        )
+        wild = torch.where(torch.arange(len(labels)) % 2 > 0, labels, columns).to(device)
+        pick(
+            whole.to(device),
+            *row_statistics(whole.to(device), False, wide)[:2],
+            (wild, *where[1:]),
+            True,
+            picked,
+        )
+        assert torch.equal(picked.isnan().cpu(), kept & (wild.cpu() == columns))
 
     picks = (there(grad), labels.to(device), moved.offsets, moved.positions)
     for some, more, picked in itertools.product((share, None), (weight, None), (picks, None)):

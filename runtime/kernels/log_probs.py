@@ -1,4 +1,5 @@
-"""Triton kernels of `selective_log_probs`: statistics of rows of logits, and gradients of logits, in one pass each.
+"""Triton kernels of `selective_log_probs`: statistics of rows of logits, what is picked of them, and gradients of
+logits, in one pass each.
 
 Sums run in fp32 (fp64 for fp64), in a fixed order: results repeat bit for bit. Addresses are 64 bits wide.
 """
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["logit_grads", "row_statistics"]
+__all__ = ["logit_grads", "pick", "row_statistics"]
 
 # Columns of one step, and positions of one row whose labels are compared in squares.
 BLOCK = 4096
@@ -63,6 +64,28 @@ def _row_statistics_kernel(
         # A lane without a value has no mass, and no part in the sum.
         part = tl.where(mass > 0, (slope + mass * (now - best)) * lift, 0.0)
         tl.store(spread + row, logs - tl.sum(part, axis=0) / sums)
+
+
+@triton.jit
+def _pick_kernel(
+    x, top, total, labels, offsets, positions, picked, columns, stride,
+    NORMALIZED: tl.constexpr, accumulator: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(offsets + row)
+    end = tl.load(offsets + row + 1)
+    high = tl.load(top + row)
+    rest = tl.load(total + row)
+    while at < end:
+        mine = at + tl.arange(0, LABELS)
+        position = tl.load(positions + mine, mask=mine < end, other=0)
+        label = tl.load(labels + position, mask=mine < end, other=0)
+        inside = (label >= 0) & (label < columns)
+        value = tl.load(x + row * stride + label, mask=inside, other=float("nan")).to(accumulator)
+        if NORMALIZED:
+            value = (value - high) - rest
+        tl.store(picked + position, value.to(picked.dtype.element_ty), mask=mine < end)
+        at += LABELS
 
 
 @triton.jit
@@ -152,6 +175,41 @@ def row_statistics(x: Tensor, entropy: bool, dtype: torch.dtype) -> tuple[Tensor
             x, top, total, spread, columns, x.stride(0), entropy, _accumulator(dtype), block, num_warps=8
         )
     return top, total, spread
+
+
+def pick(
+    x: Tensor,
+    top: Tensor,
+    total: Tensor,
+    picks: tuple[Tensor, Tensor, Tensor],
+    normalized: bool,
+    picked: Tensor,
+) -> None:
+    """Write the entries of rows that grid positions pick, one each, or their log-probabilities.
+
+    Args:
+        x: [R, V], columns adjacent.
+        top, total: [R], of `row_statistics`.
+        picks: labels int64 [M], CSR offsets int64 [R + 1] of these rows and positions int64 [K].
+        normalized: write log-probabilities.
+        picked: [M], written at the positions of these rows; not a number for a label that there is not.
+
+    Example:
+        >>> pick(x, top, total, (labels, offsets, positions), True, picked)     # doctest: +SKIP
+    """
+    if x.shape[0] and picks[2].shape[0]:
+        _pick_kernel[(x.shape[0],)](
+            x,
+            top,
+            total,
+            *picks,
+            picked,
+            x.shape[1],
+            x.stride(0),
+            normalized,
+            _accumulator(top.dtype),
+            LABELS,
+        )
 
 
 def logit_grads(

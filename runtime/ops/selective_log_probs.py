@@ -202,7 +202,6 @@ def _forward(
     lse = hidden.new_empty((rows,), dtype=wide)
     spread = hidden.new_empty((rows if entropy else 0,), dtype=wide)
     kept = weight.new_empty((keep, width))
-    column = torch.where(row_index >= 0, labels, 0)
     block = chunk if _on_device(hidden) else max(1, _CPU_ENTRIES // width)
     exact = _only_widens(chain, weight.dtype)
     with torch._C._DisableAutocast():  # dtypes are those of the captured graph, whatever the mode here
@@ -217,17 +216,9 @@ def _forward(
                 stop = start + part.shape[0]
                 x = part if exact else _apply(part, chain, factor)[0]
                 top, total, found_spread = _statistics(x, entropy, wide)
-                lse[start:stop] = top + total
-                where = _positions_of(start, stop, row_index, offsets, positions)
-                at = (row_index[where] - start).clamp_(0, stop - start - 1)
-                found = x[at, column[where]].to(wide)
-                if normalized:
-                    found = (found - top[at]) - total[at]
-                if _on_device(hidden):
-                    inside = (row_index >= start) & (row_index < stop)
-                    picked = torch.where(inside, found.to(dtype), picked)
-                else:
-                    picked[where] = found.to(dtype)
+                torch.add(top, total, out=lse[start:stop])
+                here = offsets[start : stop + 1]
+                _pick(x, top, total, (row_index, labels, here, positions), start, normalized, picked)
                 if entropy:
                     spread[start:stop] = found_spread
     return picked, lse, spread, kept
@@ -250,11 +241,30 @@ def _statistics(x: Tensor, entropy: bool, wide: torch.dtype) -> tuple[Tensor, Te
     return top, total, logs.exp().mul_(logs).sum(-1).neg_()
 
 
-def _positions_of(start: int, stop: int, row_index: Tensor, offsets: Tensor, positions: Tensor) -> Any:
-    """Grid positions of some packed rows. On a device all of them: how many these are would be waited for."""
-    if _on_device(row_index):
-        return slice(None)
-    return positions[int(offsets[start]) : int(offsets[stop])]
+def _pick(
+    x: Tensor,
+    top: Tensor,
+    total: Tensor,
+    picks: tuple[Tensor, ...],
+    start: int,
+    normalized: bool,
+    picked: Tensor,
+) -> None:
+    """Write what the grid positions of some rows pick; the first of these rows is `start`."""
+    row_index, labels, offsets, positions = picks
+    if x.is_cuda:
+        from treecompile.runtime.kernels import log_probs as kernels
+
+        kernels.pick(x, top, total, (labels, offsets, positions), normalized, picked)
+        return
+    where = positions[int(offsets[0]) : int(offsets[-1])]
+    at, column = row_index[where] - start, labels[where]
+    if bool((column < 0).any()):  # indexing would count from the end
+        raise IndexError(f"label {int(column.min())} is out of bounds for {x.shape[1]} columns")
+    found = x[at, column].to(top.dtype)
+    if normalized:
+        found = (found - top[at]) - total[at]
+    picked[where] = found.to(picked.dtype)
 
 
 def _forward_fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
