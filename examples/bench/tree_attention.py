@@ -228,12 +228,9 @@ def ours(load: Workload) -> Timed:
     scale = q.shape[3] ** -0.5
     tree = (*load.tensors, None, scale, 0.0, 0)
     call = at.prepare(q, k, v, *load.tensors, scale, 0.0, 0)
-    choice = at.choice_for(q.shape[3], v.shape[3], at.shared_memory(q.device))
-    tiles, for_dq = (
-        call.shorter(*pair) for pair in ((choice.forward, choice.short_forward), (choice.dq, choice.short_dq))
-    )
+    tiles, for_dq, for_dkv = (call.chosen(kernel) for kernel in ("forward", "dq", "dkv"))
     by_query, for_query = (call.pairs(x) / load.useful for x in (tiles, for_dq))
-    by_key = call.key_lists(choice.dkv).pairs.item() / load.useful
+    by_key = call.key_lists(for_dkv).pairs.item() / load.useful
     out, lse = at.triton_forward(q, k, v, *tree)
     yield Case("triton", "forward", lambda: at.triton_forward(q, k, v, *tree), load.flops, by_query)
     # Seven products where five are useful: three by query, four by key.
@@ -256,7 +253,7 @@ def ours(load: Workload) -> Timed:
     yield Case(
         "triton",
         "dk, dv",
-        lambda: at.key_gradients(call, grad, lse2, delta, choice.dkv, dk, dv),
+        lambda: at.key_gradients(call, grad, lse2, delta, for_dkv, dk, dv),
         2 * load.flops,
         by_key,
     )

@@ -152,20 +152,16 @@ class Call:
         """Query-key pairs that the query blocks compute, masked ones with them."""
         return self.lists(tiles).tiles * tiles.keys * self.tokens_of(tiles)
 
-    def shorter(self, tiles: Tiles, short: Tiles) -> Tiles:
-        """`tiles`, or `short` where a query meets few keys."""
-        return short if self.pairs(short) < SHORT * self.tokens else tiles
-
     def key_lists(self, tiles: Tiles) -> KeyLists:
         """Query lists of the key blocks."""
         return key_lists(self.tables, tiles.keys, tiles.rows, self.tokens_of(tiles), self.window)
 
-    def strides(self, grad: Tensor) -> list[int]:
-        """Head and token strides of q, k, v and the output's gradient."""
-        return [x.stride(i) for x in (self.q, self.k, self.v, grad) for i in (1, 2)]
+    def strides(self, *more: Tensor) -> list[int]:
+        """Head and token strides of q, k, v and `more`."""
+        return [stride for x in (self.q, self.k, self.v, *more) for stride in x.stride()[1:3]]
 
-    def sizes(self, tiles: Tiles, *more: Tensor) -> dict[str, Any]:
-        """Constants of a kernel."""
+    def sizes(self, tiles: Tiles, tma: bool) -> dict[str, Any]:
+        """Constants of a kernel; `tma`: the copy engine can read its tiles."""
         return {
             "GROUP": self.group,
             "HEADS": self.heads(tiles.rows),
@@ -178,11 +174,63 @@ class Call:
             "V_PAD": padded_size(self.v.shape[3]),
             "SOFTCAP": self.softcap > 0,
             "WINDOW": self.window > 0,
-            "TMA": all(_has_descriptor(x) for x in more),
+            "TMA": tma,
             "MASKED_STAGES": tiles.masked_stages,
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
         }
+
+    def launch(self, kernel: str, tiles: Tiles | None, *read: Tensor) -> Launch:
+        """How a kernel is launched, made once per tree and form of the inputs.
+
+        Args:
+            kernel: "forward", "dq" or "dkv".
+            tiles: launch parameters; None for those of `choice_for`.
+            read: what the copy engine reads if it can.
+        """
+        tma = all(map(_has_descriptor, read))
+        key = (
+            kernel, tiles, tma, self.q.device, self.q.shape, self.k.shape, self.v.shape, self.softcap > 0, self.window
+        )  # fmt: skip
+        made: Launch | None = self.tables.cache.get(key)
+        if made is None:
+            made = self.tables.cache[key] = self._launch(kernel, tiles or self.chosen(kernel), tma)
+        return made
+
+    def chosen(self, kernel: str) -> Tiles:
+        """The launch parameters of a kernel; others where a query meets few keys."""
+        choice = choice_for(self.q.shape[3], self.v.shape[3], shared_memory(self.q.device))
+        if kernel == "dkv":
+            return choice.dkv
+        tiles, short = (
+            (choice.forward, choice.short_forward) if kernel == "forward" else (choice.dq, choice.short_dq)
+        )
+        return short if self.pairs(short) < SHORT * self.tokens else tiles
+
+    def _launch(self, kernel: str, tiles: Tiles, tma: bool) -> Launch:
+        sizes = self.sizes(tiles, tma)
+        if kernel == "dkv":
+            by_key = self.key_lists(tiles)
+            return Launch((by_key.items.shape[0], self.k.shape[1]), tiles, sizes, by_key)
+        by_query = self.lists(tiles)
+        return Launch((by_query.order.shape[0], self.q.shape[1] // sizes["HEADS"]), tiles, sizes, by_query)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a kernel is launched with, but for the tensors of one call.
+
+    Attributes:
+        grid: programs.
+        tiles: launch parameters.
+        sizes: constants, not to be modified.
+        lists: of the tree's blocks: `QueryLists`, for dkv `KeyLists`.
+    """
+
+    grid: tuple[int, int]
+    tiles: Tiles
+    sizes: dict[str, Any]
+    lists: Any
 
 
 @lru_cache(maxsize=64)
@@ -224,24 +272,38 @@ def _has_descriptor(x: Tensor) -> bool:
     """Whether the copy engine can read [1, H, N, D]: compute capability 9, everything on 16 bytes."""
     if not _has_copy_engine(x.device):
         return False
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(x.stride(i) * size % 16 == 0 and x.stride(i) > 0 for i in (1, 2))
+    size, strides = x.element_size(), x.stride()[1:3]
+    return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 and stride > 0 for stride in strides)
 
 
-def _descriptor(x: Tensor, block: list[int], tma: bool) -> Any:
+def _descriptor(x: Tensor, block: tuple[int, ...], tma: bool) -> Any:
     """For the copy engine: blocks of a [heads, tokens] or [1, heads, tokens, columns] tensor."""
     if not (tma and block[-1]):
         return None
+    rank = len(block)
+    form = _descriptor_form(x.dtype, x.shape[-rank:], x.stride()[-rank:], block)
+    # Descriptors of one form differ in where they begin, on 16 bytes, as the first one's did. To check the rest again
+    # takes longer than a launch.
+    made = object.__new__(type(form))
+    made.__dict__.update(form.__dict__, base=x)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _descriptor_form(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> Any:
+    """A descriptor of nothing, checked by Triton."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    rank = len(block)
-    return TensorDescriptor(x, list(x.shape[-rank:]), list(x.stride()[-rank:]), block)
+    nothing = torch.empty(0, dtype=dtype).as_strided((0,), (1,))
+    return TensorDescriptor(nothing, list(shape), list(strides), list(block))
 
 
-def _descriptors(x: Tensor, y: Tensor, block: list[int], sizes: dict[str, Any]) -> list[Any]:
+def _descriptors(x: Tensor, y: Tensor, block: tuple[int, int], sizes: dict[str, Any]) -> list[Any]:
     """Descriptors of queries or keys, by column blocks, and of what is weighted with them; `block`: heads, tokens."""
     widths = ((x, sizes["QK_PAD"]), (x, sizes["QK_REST"]), (y, sizes["V_PAD"]))
-    return [_descriptor(of, [*block, columns], sizes["TMA"]) for of, columns in widths]
+    return [_descriptor(of, (*block, columns), sizes["TMA"]) for of, columns in widths]
 
 
 def prepare(
@@ -258,7 +320,7 @@ def prepare(
     window: int,
 ) -> Call:
     """Check the plan, drop a window that nothing reaches, and find the tree's tables."""
-    _, tokens, span, step = pieces[0, :4].tolist()
+    _, tokens, span, step = pieces.numpy()[0, :4].tolist()
     if tokens != q.shape[2]:
         raise ValueError(f"tree_attention: the plan covers {tokens} tokens, q has {q.shape[2]}")
     if 0 <= span <= window:
@@ -317,18 +379,13 @@ def triton_forward(
         return out.zero_(), lse.fill_(float("-inf"))
     call = prepare(q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window)
     q, k, v = call.q, call.k, call.v
-    if tiles is None:
-        choice = choice_for(q.shape[3], v.shape[3], shared_memory(q.device))
-        tiles = call.shorter(choice.forward, choice.short_forward)
-    sizes = call.sizes(tiles, k, v)
-    lists = call.lists(tiles)
-    grid = (lists.order.shape[0], q.shape[1] // sizes["HEADS"])
-    forward_kernel[grid](
-        q, k, v, *_descriptors(k, v, [1, tiles.keys], sizes),
+    launch = call.launch("forward", tiles, k, v)
+    lists = launch.lists
+    forward_kernel[launch.grid](
+        q, k, v, *_descriptors(k, v, (1, launch.tiles.keys), launch.sizes),
         out, lse, sinks if sinks is None else sinks.contiguous(), subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
-        call.tokens, q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2),
-        *call.logits(), call.window, SINKS=sinks is not None, **sizes,
+        call.tokens, *call.strides(), *call.logits(), call.window, SINKS=sinks is not None, **launch.sizes,
     )  # fmt: skip
     return out, lse
 
@@ -375,10 +432,7 @@ def triton_backward(
     call = prepare(q, k, v, subtree_end, column, segments, segments_host, pieces, scale, softcap, window)
     grad = _dense(grad)
     lse2, delta = statistics(call, grad, out, lse)
-    if tiles is None:
-        choice = choice_for(q.shape[3], v.shape[3], shared_memory(q.device))
-        tiles = call.shorter(choice.dq, choice.short_dq), choice.dkv
-    for_dq, for_dkv = tiles
+    for_dq, for_dkv = tiles or (None, None)
     query_gradient(call, grad, lse2, delta, for_dq, dq)
     key_gradients(call, grad, lse2, delta, for_dkv, dk, dv)
     return dq, dk, dv, _sinks_grad(delta[:, : call.tokens], lse, sinks)
@@ -401,39 +455,41 @@ def statistics(call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tens
     return lse2, delta
 
 
-def query_gradient(call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles: Tiles, dq: Tensor) -> None:
+def query_gradient(
+    call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles: Tiles | None, dq: Tensor
+) -> None:
     """Write dq: one program per query block and group of heads."""
     from treecompile.runtime.kernels.tree_attention import dq_kernel
 
     q, k, v = call.q, call.k, call.v
-    sizes = call.sizes(tiles, k, v)
-    lists = call.lists(tiles)
-    dq_kernel[(lists.order.shape[0], q.shape[1] // sizes["HEADS"])](
-        q, k, v, grad, *_descriptors(k, v, [1, tiles.keys], sizes),
+    launch = call.launch("dq", tiles, k, v)
+    lists = launch.lists
+    dq_kernel[launch.grid](
+        q, k, v, grad, *_descriptors(k, v, (1, launch.tiles.keys), launch.sizes),
         dq, lse2, delta, call.tables.subtree_end, call.column,
         lists.order, lists.run_offsets, lists.runs, lists.full_tiles, lists.index_offsets, lists.index,
-        call.tokens, delta.stride(0), *call.strides(grad), *call.logits(), call.window, call.scale, **sizes,
+        call.tokens, delta.stride(0), *call.strides(grad), *call.logits(), call.window, call.scale, **launch.sizes,
     )  # fmt: skip
 
 
 def key_gradients(
-    call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles: Tiles, dk: Tensor, dv: Tensor
+    call: Call, grad: Tensor, lse2: Tensor, delta: Tensor, tiles: Tiles | None, dk: Tensor, dv: Tensor
 ) -> None:
     """Write dk and dv: one program per item of key blocks and K/V head, which sums over the heads that share it."""
     from treecompile.runtime.kernels.tree_attention import dkv_kernel, share_sum_kernel
 
     q, k, v = call.q, call.k, call.v
-    sizes = call.sizes(tiles, q, grad)
-    lists = call.key_lists(tiles)
+    launch = call.launch("dkv", tiles, q, grad)
+    tiles, sizes, lists = launch.tiles, launch.sizes, launch.lists
     heads = k.shape[1]
     shape = lists.slots, heads, tiles.keys
     part_dk = torch.empty((*shape, k.shape[3]), dtype=torch.float32, device=q.device)
     part_dv = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
     boxes: list[Any] = []
-    for block in ([1, tiles.rows], [sizes["HEADS"], sizes["TOKENS"]]):
+    for block in ((1, tiles.rows), (sizes["HEADS"], sizes["TOKENS"])):
         boxes += _descriptors(q, grad, block, sizes)
         boxes += [_descriptor(x, block, sizes["TMA"]) for x in (lse2, delta)]
-    dkv_kernel[(lists.items.shape[0], heads)](
+    dkv_kernel[launch.grid](
         q, k, v, grad, *boxes,
         dk, dv, part_dk, part_dv, lse2, delta, call.tables.subtree_end, call.column,
         lists.items, lists.ranges, lists.offsets, lists.tiles,
