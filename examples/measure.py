@@ -170,9 +170,14 @@ class Step:
     batch: Batch
     rows: int
 
+    def __post_init__(self) -> None:
+        # Found once, as an optimizer does: to walk the modules of a small model takes as long as one of its layers.
+        self._parameters = list(self.model.parameters())
+
     def __call__(self) -> tuple[Tensor, float]:
         """Run once from empty gradients: log-probs [B, T - 1] and the loss."""
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         parts, loss = [], 0.0
         for first in range(0, len(self.batch.lengths), self.rows):
             part = slice(first, first + self.rows)
