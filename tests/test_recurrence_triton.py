@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -115,6 +116,8 @@ INTERPRETED = {
     "short": Form(groups=1, heads=1, d=80, v=16),
     "one": Form(groups=1, heads=1, d=8, v=8),
 }
+# Gated linear attention, in the head sizes of Mamba 2.
+SCAN = Form(groups=2, heads=8, d=128, v=64, delta=False)
 
 
 @contextmanager
@@ -126,7 +129,8 @@ def by_kernels(ask: str = "triton") -> Iterator[None]:
 def outcome(x: list[Tensor], grad: Tensor, tree: RolloutTree, chunk: int) -> list[Tensor]:
     """Outputs and gradients, without autograd."""
     end, table = (y if i else y.to(grad.device) for i, y in enumerate(tables(tree)))
-    q, k, v, gate, beta = (y.detach() for y in x)
+    q, k, v, gate, *rate = (y.detach() for y in x)
+    beta = rate[0] if rate else None
     out = tree_recurrence(q, k, v, gate, beta, end, table, SCALE, chunk)
     return [out, *tree_recurrence_backward(grad, q, k, v, gate, beta, end, table, SCALE, chunk)]
 
@@ -198,6 +202,21 @@ def count_parts() -> Iterator[list[int]]:
         yield counted
 
 
+def check_long_chunks(device: str) -> None:
+    """Without the delta rule the kernels run shorter chunks than those asked for; with it they decline."""
+    tree = RolloutTree.from_rows(ROWS["63"]() + ROWS["comb"]())
+    form = Form(groups=1, heads=1, d=8, v=8, delta=False)
+    x = [y.detach().to(device).float() for y in form.inputs(tree.n)]
+    grad = torch.randn(x[2].shape, generator=torch.Generator().manual_seed(1)).to(device)
+    with by_kernels():
+        long, short = (outcome(x, grad, tree, chunk) for chunk in (256, 64))
+    with by_kernels("pytorch"):
+        exact = outcome([y.double() for y in x], grad.double(), tree, 256)
+    for a, b, c in zip(long, short, exact, strict=True):
+        assert torch.equal(a, b)
+        assert error(a, c) <= 1e-5
+
+
 def check_mixed_dtypes(device: str) -> None:
     """Queries or keys may be wider than the values, in whose precision the kernels compute."""
     tree = RolloutTree.from_rows(ROWS["short"]())
@@ -233,6 +252,9 @@ def interpret(group: str) -> None:
         if group == "trees":
             check("forest", INTERPRETED["forest"], torch.float32, "cpu", low=-3.0, chunk=16)
             check("short", INTERPRETED["one"], torch.float16, "cpu")
+            check("forest", Form(groups=1, heads=2, d=12, v=20, delta=False), torch.float32, "cpu", low=-3.0)
+            check("comb", Form(groups=1, heads=2, d=8, v=8, delta=False), torch.float16, "cpu", chunk=16)
+            check_long_chunks("cpu")
             check("short", INTERPRETED["one"], torch.float32, "cpu", low=-90.0, high=-80.0, chunk=2)
             check_parts("cpu")
             check_mixed_dtypes("cpu")
@@ -257,6 +279,13 @@ def test_kernels_in_the_interpreter(group: str) -> None:
 def test_why_not() -> None:
     x = torch.zeros(1, 4, 1, 16)
     assert recurrence_triton.why_not(x, x, x[..., 0], x[..., 0], 64) == "not on a CUDA device"
+    with (
+        mock.patch.object(Tensor, "is_cuda", True),
+        mock.patch.object(recurrence_triton, "why_no_triton", return_value=""),
+    ):
+        assert recurrence_triton.why_not(x, x, x, None, 64) == "a decay per channel"
+        assert "chunks of 128" in recurrence_triton.why_not(x, x, x[..., 0], x[..., 0], 128)
+        assert recurrence_triton.why_not(x, x, x[..., 0], None, 128) == ""
     with by_kernels("pytorch"):
         assert recurrence_triton.why_not(x, x, x[..., 0], x[..., 0], 64) == "pytorch was asked for"
     with by_kernels(), pytest.raises(ValueError, match="not on a CUDA device"):
@@ -280,21 +309,25 @@ def test_why_not() -> None:
         Form(groups=3, heads=6, d=48, v=80),
         Form(groups=1, heads=2, d=192, v=24),
         Form(groups=1, heads=1, d=16, v=16),
+        SCAN,
+        Form(groups=1, heads=32, d=64, v=64, delta=False),
+        Form(groups=4, heads=4, d=80, v=200, delta=False),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_kernels_on_the_gpu(name: str, form: Form, dtype: torch.dtype) -> None:
-    if dtype == torch.float32 and form.d > 128:
-        form = Form(groups=form.groups, heads=form.heads, d=96, v=form.v if form.v <= 128 else 128)
+    if dtype == torch.float32 and max(form.d, form.v) > 128:
+        form = replace(form, d=96, v=min(form.v, 128))
     check(name, form, dtype, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", [(-1e-4, 0.0), (-30.0, 0.0), (-200.0, -100.0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_decays_near_zero_and_one(gates: tuple[float, float], dtype: torch.dtype) -> None:
-    check("many", WIDE, dtype, "cuda", *gates)
+@pytest.mark.parametrize("form", [WIDE, SCAN], ids=str)
+def test_decays_near_zero_and_one(form: Form, gates: tuple[float, float], dtype: torch.dtype) -> None:
+    check("many", form, dtype, "cuda", *gates)
 
 
 @pytest.mark.gpu
@@ -331,6 +364,7 @@ def test_more_programs_than_are_resident() -> None:
 
 @pytest.mark.gpu
 def test_inputs_of_other_dtypes_and_values() -> None:
+    check_long_chunks("cuda")
     check_mixed_dtypes("cuda")
     check_a_gate_that_is_no_number("cuda")
 
@@ -363,7 +397,7 @@ def test_a_device_without_room_runs_in_pytorch() -> None:
     x = [y.cuda().float() for y in Form(d=24, v=24).inputs(tree.n)]
     end, table = tables(tree)
     call = (*x, end.cuda(), table, SCALE, 64)
-    with mock.patch.object(recurrence, "delta_rule_forward", full):
+    with mock.patch.object(recurrence, "kernels_forward", full):
         out = tree_recurrence(*call)
     assert "shared memory" in recurrence_triton.why_not(x[1], x[2], x[3], x[4], 64)
     recurrence_triton._unfit.clear()

@@ -1,4 +1,5 @@
-"""Triton kernels of `tree_recurrence` for the (gated) delta rule with a decay per head, forward and backward.
+"""Triton kernels of `tree_recurrence` with a decay per head, forward and backward: with DELTA the (gated) delta rule,
+otherwise gated linear attention, whose updates are the values.
 
 Legend: K blocks of the chunk trie in preorder, C rows of a block (a power of two, empty rows included), G key heads,
 H value heads (R = H / G), D key width, V value width. A *row* is a token in a block: replayed tokens have several.
@@ -6,8 +7,8 @@ H value heads (R = H / G), D key width, V value width. A *row* is a token in a b
 What the kernels pass to each other:
 
 - near, rest: fp32 [K, H, C], sums of gates from the block's first row, as a number and the rest of it;
-- solve: [K, H, C, C], `(I + L)^-1`;
-- erase: [K * C, H, D], `solve (beta k * e)`;  u: [K * C, H, V], updates;
+- solve: [K, H, C, C], `(I + L)^-1`, and erase: [K * C, H, D], `solve (beta k * e)`, of the delta rule alone;
+- u: [K * C, H, V], updates;
 - starts, ends: [K, H, D, V], the state before each block, and the gradient of the one after it.
 
 e_i, w_i, d_ij, A and L are those of `treecompile.runtime.ops.recurrence_chunks`, which is the specification. Work
@@ -22,7 +23,8 @@ Products take operands of the inputs' dtype, or fp32 as PRECISION says; states a
 operands of the solve and of sums over gates, as SUMS says. On Hopper Triton miscompiles the product of a *transposed*
 accumulator: what is needed both ways is computed both ways, or read back from memory.
 
-Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024, section 3.3.
+Source: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks", 2024, section 3.3; without the rule, T. Dao, A. Gu,
+"Transformers are SSMs", 2024, section 6.
 """
 
 from __future__ import annotations
@@ -139,9 +141,9 @@ def _crossing(pairs, C: tl.constexpr, SUMS: tl.constexpr):
 def prepare_kernel(
     k, v, gate, beta, rows, near, rest, solve, erase, u, lowest,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    D_TILE: tl.constexpr, V_TILE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    D_TILE: tl.constexpr, V_TILE: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a block and head that needs no state: near, rest, solve, erase, and u as `solve (beta v)`."""
+    """Everything of a block and head that needs no state: near, rest, solve, erase, and u as `solve (beta v)`, or v."""
     block, head = _cell(H)
     cell = block * H + head
     row, place, token, live, all_rows = _rows_of(rows, block, C)
@@ -153,28 +155,34 @@ def prepare_kernel(
     low = (total - high.to(tl.float64)).to(tl.float32)
     tl.store(near + cell * C + row, high)
     tl.store(rest + cell * C + row, low)
-    rate = tl.load(beta + token * H + head, mask=live, other=0.0).to(tl.float32)
-    keys = _tile(k, token, live, head // (H // G), 0, G, D, D_TILE)
-    products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    lower = tl.where(row[:, None] > row[None, :], products * _decay(high, low, C) * rate[:, None], 0.0)
-    # Inverses of blocks on the diagonal, twice as large at each step: [[A, 0], [B, D]] has -D^-1 B A^-1 below.
-    odd = (row % 2 == 1)[:, None] & (row[:, None] == row[None, :] + 1)
-    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - tl.where(odd, lower, 0.0)
-    size = 2
-    while size < C:
-        below = row // size
-        corner = (below % 2 == 1)[:, None] & (below[:, None] == below[None, :] + 1)
-        part = tl.dot(tl.where(corner, lower, 0.0), inverse, input_precision=SUMS)
-        inverse -= tl.dot(inverse, part, input_precision=SUMS)
-        size *= 2
-    solved = inverse.to(keys.dtype)
-    tl.store(solve + cell * (C * C) + row[:, None] * C + row[None, :], solved)
-    for begin in range(0, V, V_TILE):
-        values = _tile(v, token, live, head, begin, H, V, V_TILE)
-        scaled = (values * rate[:, None]).to(keys.dtype)
-        _put(u, tl.dot(solved, scaled, input_precision=PRECISION), place, all_rows, head, begin, H, V, V_TILE)
-    scaled = (keys * (rate * tl.exp(high))[:, None]).to(keys.dtype)
-    _put(erase, tl.dot(solved, scaled, input_precision=PRECISION), place, all_rows, head, 0, H, D, D_TILE)
+    if DELTA:
+        rate = tl.load(beta + token * H + head, mask=live, other=0.0).to(tl.float32)
+        keys = _tile(k, token, live, head // (H // G), 0, G, D, D_TILE)
+        products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        lower = tl.where(row[:, None] > row[None, :], products * _decay(high, low, C) * rate[:, None], 0.0)
+        # Inverses of blocks on the diagonal, twice as large at each step: [[A, 0], [B, D]] has -D^-1 B A^-1 below.
+        odd = (row % 2 == 1)[:, None] & (row[:, None] == row[None, :] + 1)
+        inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - tl.where(odd, lower, 0.0)
+        size = 2
+        while size < C:
+            below = row // size
+            corner = (below % 2 == 1)[:, None] & (below[:, None] == below[None, :] + 1)
+            part = tl.dot(tl.where(corner, lower, 0.0), inverse, input_precision=SUMS)
+            inverse -= tl.dot(inverse, part, input_precision=SUMS)
+            size *= 2
+        solved = inverse.to(keys.dtype)
+        tl.store(solve + cell * (C * C) + row[:, None] * C + row[None, :], solved)
+        for begin in range(0, V, V_TILE):
+            values = _tile(v, token, live, head, begin, H, V, V_TILE)
+            scaled = (values * rate[:, None]).to(keys.dtype)
+            update = tl.dot(solved, scaled, input_precision=PRECISION)
+            _put(u, update, place, all_rows, head, begin, H, V, V_TILE)
+        scaled = (keys * (rate * tl.exp(high))[:, None]).to(keys.dtype)
+        _put(erase, tl.dot(solved, scaled, input_precision=PRECISION), place, all_rows, head, 0, H, D, D_TILE)
+    else:
+        for begin in range(0, V, V_TILE):
+            values = _tile(v, token, live, head, begin, H, V, V_TILE)
+            _put(u, values, place, all_rows, head, begin, H, V, V_TILE)
 
 
 @triton.jit
@@ -193,7 +201,7 @@ def _raise(flag):
 def state_kernel(
     k, near, rest, erase, u, rows, starts, forks, flags, ticket, order, path_runs, run_begin, run_slot, path_slot,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    D_TILE: tl.constexpr, V_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    D_TILE: tl.constexpr, V_TILE: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """States along a path, for a head and V_TILE columns: starts, and u finished.
 
@@ -223,10 +231,11 @@ def state_kernel(
             place = block * C + row
             at, mask = _state_at(starts, block * H + head, begin, D, V, D_TILE, V_TILE)
             tl.store(at, state.to(starts.dtype.element_ty), mask=mask)
-            seen = _tile(erase, place, all_rows, head, 0, H, D, D_TILE)
             update = _tile(u, place, all_rows, head, begin, H, V, V_TILE).to(tl.float32)
-            update -= tl.dot(seen, state.to(seen.dtype), input_precision=PRECISION)
-            _put(u, update, place, all_rows, head, begin, H, V, V_TILE)
+            if DELTA:
+                seen = _tile(erase, place, all_rows, head, 0, H, D, D_TILE)
+                update -= tl.dot(seen, state.to(seen.dtype), input_precision=PRECISION)
+                _put(u, update, place, all_rows, head, begin, H, V, V_TILE)
             high, low, last_high, last_low = _sums(near, rest, block * H + head, C)
             late = tl.exp((last_high - high) + (last_low - low))
             keys = _tile(k, token, live, head // (H // G), 0, G, D, D_TILE)
@@ -293,7 +302,7 @@ def state_grads_kernel(
     grad, q, k, near, rest, erase, du, rows, own, ends, tops, flags, ticket, order, path_runs, run_begin, run_slot,
     child_offsets, children, path_slot, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    D_TILE: tl.constexpr, V_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    D_TILE: tl.constexpr, V_TILE: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Gradients of states along a path, upwards, for a head and V_TILE columns: ends, and du finished.
 
@@ -338,9 +347,10 @@ def state_grads_kernel(
             queries = _tile(q, token, mine, group, 0, G, D, D_TILE)
             above = _tile(grad, token, mine, head, begin, H, V, V_TILE)
             above = (above * (tl.exp(high) * scale)[:, None]).to(keys.dtype)
-            seen = _tile(erase, place, all_rows, head, 0, H, D, D_TILE)
             state = state * tl.exp(last_high) + tl.dot(tl.trans(queries), above, input_precision=PRECISION)
-            state -= tl.dot(tl.trans(seen), update.to(seen.dtype), input_precision=PRECISION)
+            if DELTA:
+                seen = _tile(erase, place, all_rows, head, 0, H, D, D_TILE)
+                state -= tl.dot(tl.trans(seen), update.to(seen.dtype), input_precision=PRECISION)
     if tl.load(path_slot + path) >= 0:
         at, mask = _state_at(tops, path * H + head, begin, D, V, D_TILE, V_TILE)
         tl.store(at, state, mask=mask)

@@ -49,10 +49,11 @@ from treecompile.runtime.ops.recurrence_rounds import (
     rounds_forward,
 )
 from treecompile.runtime.ops.recurrence_triton import (
+    MOST_CHUNK,
     Inputs,
     attempt,
-    delta_rule_backward,
-    delta_rule_forward,
+    kernels_backward,
+    kernels_forward,
     why_not,
 )
 from treecompile.runtime.ops.registry import define, register_autocast
@@ -135,9 +136,9 @@ def _forward(
         tables = recurrence_rounds(segments_host, chunk, v.device, alignment, executor)
         _check_tree(tables, subtree_end)
         return rounds_forward(_given(q, k, v, gate, beta), tables, scale, chunk, executor)
-    if executor == "triton" and beta is not None:
+    if executor == "triton":
         inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
-        made = attempt(lambda: delta_rule_forward(inputs), k, v)
+        made = attempt(lambda: kernels_forward(inputs), k, v)
         if made is not None:
             return made.to(v.dtype).unsqueeze(0)
     run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment, backward=False)
@@ -293,21 +294,25 @@ def _inputs(
     k: Tensor,
     v: Tensor,
     gate: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     subtree_end: Tensor,
     segments_host: Tensor,
     scale: float,
     chunk: int,
     alignment: Alignment,
 ) -> Inputs:
-    """The inputs of a call as the Triton executor takes them."""
-    tables = path_tables(segments_host, chunk, v.device, alignment)
+    """The inputs of a call as the Triton executor takes them.
+
+    Chunks of models without the delta rule are longer than the kernels' tiles. Their results depend on the length of
+    chunks by rounding only, and shorter ones replay less.
+    """
+    tables = path_tables(segments_host, min(chunk, MOST_CHUNK), v.device, alignment)
     _check_tree(tables, subtree_end)
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     # The values say the precision, and those of fp64 are not computed here.
     dtype = torch.float32 if dtype == torch.float64 else dtype
     q, k, v = (_rows(x.to(dtype)) for x in (q, k, v))
-    return Inputs(q, k, v, _rows(gate), _rows(beta), tables, scale)
+    return Inputs(q, k, v, _rows(gate), None if beta is None else _rows(beta), tables, scale)
 
 
 class _Run:
@@ -501,16 +506,16 @@ def _backward(
         if beta is None:
             made.append(q.new_zeros((0,)))
         return made[0], made[1], made[2], made[3], made[4]
-    if executor == "triton" and beta is not None:
+    if executor == "triton":
         inputs = _inputs(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment)
         rows = _rows(grad).to(inputs.v.dtype)
-        grads = attempt(lambda: delta_rule_backward(rows, inputs), k, v)
+        grads = attempt(lambda: kernels_backward(rows, inputs), k, v)
         if grads is not None:
-            dq, dk, dv, dgate, dbeta = (
-                x.to(like.dtype).view(like.shape)
-                for x, like in zip(grads, (q, k, v, gate, beta), strict=True)
-            )
-            return dq, dk, dv, dgate, dbeta
+            given = [x for x in (q, k, v, gate, beta) if x is not None]
+            made = [x.to(like.dtype).view(like.shape) for x, like in zip(grads, given, strict=True)]
+            if beta is None:
+                made.append(q.new_zeros((0,)))
+            return made[0], made[1], made[2], made[3], made[4]
     run = _Run(q, k, v, gate, beta, subtree_end, segments_host, scale, chunk, alignment, backward=True)
     made = [x.new_zeros(x.shape) for x in (q, k, v, gate)]
     made.append(q.new_zeros((0,)) if beta is None else beta.new_zeros(beta.shape))

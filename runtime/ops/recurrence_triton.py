@@ -18,7 +18,7 @@ from treecompile.runtime.ops.recurrence_chunks import lowest_gate
 from treecompile.runtime.ops.recurrence_paths import PathTables
 from treecompile.runtime.ops.triton_device import why_no_triton
 
-__all__ = ["Inputs", "attempt", "delta_rule_backward", "delta_rule_forward", "why_not"]
+__all__ = ["Inputs", "attempt", "kernels_backward", "kernels_forward", "why_not"]
 
 Result = TypeVar("Result")
 
@@ -53,11 +53,9 @@ def _why_not(k: Tensor, v: Tensor, gate: Tensor, beta: Tensor | None, chunk: int
         return "not on a CUDA device"
     if v.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{v.dtype} has no matrix units"
-    if beta is None:
-        return "no delta rule: the kernels have a beta"
     if gate.dim() == 4:
         return "a decay per channel"
-    if chunk > MOST_CHUNK:
+    if chunk > MOST_CHUNK and beta is not None:
         return f"chunks of {chunk}: the longest are of {MOST_CHUNK}"
     most = MOST_SIZE if max(k.element_size(), v.element_size()) == 2 else MOST_SIZE // 2
     if max(k.shape[3], v.shape[3]) > most:
@@ -132,7 +130,8 @@ class Inputs:
     Attributes:
         q, k: [N, G, D].
         v: [N, H, V].
-        gate, beta: [N, H].
+        gate: [N, H].
+        beta: [N, H] of the delta rule; None without.
         tables: of the tree.
         scale: factor of the queries.
     """
@@ -141,7 +140,7 @@ class Inputs:
     k: Tensor
     v: Tensor
     gate: Tensor
-    beta: Tensor
+    beta: Tensor | None
     tables: PathTables
     scale: float
 
@@ -172,7 +171,14 @@ class Inputs:
             "PRECISION": self.precision,
             "num_warps": launch.warps if narrow else 8,
             "num_stages": launch.stages if narrow else 1,
-        } | ({"SUMS": self.sums} if kernel in ("prepare", "query_grads", "rule_grads") else {})
+        } | {
+            name: value
+            for name, value, kernels in (
+                ("SUMS", self.sums, ("prepare", "query_grads", "rule_grads")),
+                ("DELTA", self.beta is not None, ("prepare", "state", "state_grads")),
+            )
+            if kernel in kernels
+        }
 
     @property
     def precision(self) -> str:
@@ -211,7 +217,9 @@ class Inputs:
     def part(self, groups: slice) -> Inputs:
         """The inputs of some key heads, and of their value heads."""
         q, k = (x[:, groups].contiguous() for x in (self.q, self.k))
-        v, gate, beta = (x[:, self.members(groups)].contiguous() for x in (self.v, self.gate, self.beta))
+        members = self.members(groups)
+        v, gate = (x[:, members].contiguous() for x in (self.v, self.gate))
+        beta = None if self.beta is None else self.beta[:, members].contiguous()
         return replace(self, q=q, k=k, v=v, gate=gate, beta=beta)
 
     def members(self, groups: slice) -> slice:
@@ -238,8 +246,8 @@ class States:
 
     near: Tensor
     rest: Tensor
-    solve: Tensor
-    erase: Tensor
+    solve: Tensor | None
+    erase: Tensor | None
     u: Tensor
     starts: Tensor
 
@@ -250,8 +258,11 @@ def _states(x: Inputs) -> States:
     tables, width = x.tables, x.tables.width
     near = x.gate.new_empty((tables.blocks, x.heads, width), dtype=torch.float32)
     rest = torch.empty_like(near)
-    solve = x.k.new_empty((tables.blocks, x.heads, width, width))
-    erase, u = x.rows(x.heads, x.k.shape[2]), x.rows(x.heads, x.v.shape[2])
+    u = x.rows(x.heads, x.v.shape[2])
+    solve = erase = None
+    if x.beta is not None:
+        solve = x.k.new_empty((tables.blocks, x.heads, width, width))
+        erase = x.rows(x.heads, x.k.shape[2])
     kernels.prepare_kernel[x.per_head()](
         x.k, x.v, x.gate, x.beta, tables.rows, near, rest, solve, erase, u, lowest_gate(torch.float32),
         **x.sizes("prepare"),
@@ -270,7 +281,7 @@ def _per_path(x: Inputs, columns: int) -> tuple[int]:
     return (x.tables.paths * x.heads * -(-x.v.shape[2] // columns),)
 
 
-def delta_rule_forward(x: Inputs) -> Tensor:
+def kernels_forward(x: Inputs) -> Tensor:
     """Run the rule over all paths of the tree.
 
     Returns:
@@ -292,28 +303,27 @@ def _forward(x: Inputs) -> Tensor:
     return out
 
 
-def delta_rule_backward(grad: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, gate and beta, shaped as these in `Inputs`.
+def kernels_backward(grad: Tensor, x: Inputs) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, gate and, of the delta rule, beta, shaped as these in `Inputs`.
 
     Args:
         grad: [N, H, V], of v's dtype.
-        x: as for `delta_rule_forward`; states are computed again.
+        x: as for `kernels_forward`; states are computed again.
     """
     parts = x.parts()
     if len(parts) == 1:
         return _backward(grad, x)
     found = [_backward(grad[:, x.members(part)].contiguous(), x.part(part)) for part in parts]
-    dq, dk, dv, dgate, dbeta = (torch.cat(each, 1) for each in zip(*found, strict=True))
-    return dq, dk, dv, dgate, dbeta
+    return tuple(torch.cat(each, 1) for each in zip(*found, strict=True))
 
 
-def _backward(grad: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, x: Inputs) -> tuple[Tensor, ...]:
     from treecompile.runtime.kernels import tree_recurrence as kernels
 
     tables, heads, groups = x.tables, x.heads, x.groups
     made = _states(x)
     near, rest, u, starts = made.near, made.rest, made.u, made.starts
-    du, dy = (x.rows(heads, x.v.shape[2]) for _ in range(2))
+    du = x.rows(heads, x.v.shape[2])
     kernels.update_grads_kernel[x.per_head()](
         grad, x.q, x.k, near, rest, tables.rows, tables.own, du, x.scale, **x.sizes("update_grads")
     )
@@ -325,12 +335,7 @@ def _backward(grad: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         tables.order_up, tables.path_runs, tables.run_begin, tables.run_slot, tables.child_offsets, tables.children,
         tables.path_slot, x.scale, **sizes,
     )  # fmt: skip
-    sizes = {
-        name: value for name, value in x.sizes("value_grads").items() if name not in ("G", "D", "D_TILE")
-    }
-    kernels.value_grads_kernel[x.per_head()](made.solve, du, dy, **sizes)
-    dq = torch.empty_like(x.q)
-    slopes, rates = (x.rows(heads, 1, torch.float32) for _ in range(2))
+    dq, slopes = torch.empty_like(x.q), x.rows(heads, 1, torch.float32)
     kernels.query_grads_kernel[x.per_group()](
         grad,
         x.q,
@@ -351,6 +356,13 @@ def _backward(grad: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         grad, x.q, x.k, near, rest, u, starts, ends, tables.rows, tables.own, keys, slopes, x.scale,
         **x.sizes("key_grads"),
     )  # fmt: skip
+    if x.beta is None:
+        return dq, *(_token_sums(*pair, None, tables) for pair in ((keys, x.k), (du, x.v), (slopes, x.gate)))
+    dy, rates = x.rows(heads, x.v.shape[2]), x.rows(heads, 1, torch.float32)
+    sizes = {
+        name: value for name, value in x.sizes("value_grads").items() if name not in ("G", "D", "D_TILE")
+    }
+    kernels.value_grads_kernel[x.per_head()](made.solve, du, dy, **sizes)
     kernels.rule_grads_kernel[x.per_group()](
         x.k, x.v, x.beta, near, rest, u, starts, dy, tables.rows, keys, rates, slopes, **x.sizes("rule_grads")
     )
