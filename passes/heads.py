@@ -24,13 +24,15 @@ from treecompile.passes.ops.views import arg, axis_index
 from treecompile.passes.rule import value_of
 from treecompile.passes.values import Kind
 
-__all__ = ["CHUNK_BYTES", "Head", "find_heads", "modes"]
+__all__ = ["Head", "find_heads", "modes"]
 
 aten = torch.ops.aten
 
 # What a chunk of logits may take, counted in the dtype of sums. At 150,000 columns in fp32: 447 rows, enough for a
-# matrix product to run at its speed. A head that fits one chunk is not computed again in the backward pass.
+# matrix product to run at its speed. A head that fits one chunk is not computed again in the backward pass, which is
+# one of its four products: a GPU gives a part of its memory for it, if that is more.
 CHUNK_BYTES = 256 << 20
+DEVICE_PART = 64
 
 _SIZES = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default}
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten._to_copy.default, aten.type_as.default}
@@ -84,10 +86,22 @@ class Head:
         return int(value_of(self.linear).shape[-1])
 
     @property
+    def bytes(self) -> int:
+        """What a chunk may take where the head runs."""
+        return chunk_bytes(value_of(self.linear).device)
+
+    @property
     def chunk(self) -> int:
-        """Rows of logits in `CHUNK_BYTES`."""
+        """Rows of logits in a chunk."""
         size = 8 if torch.float64 in (self.dtype, self.computed) else 4
-        return max(1, CHUNK_BYTES // (self.width * size))
+        return max(1, self.bytes // (self.width * size))
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """What a chunk of logits may take on a device."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // DEVICE_PART)
 
 
 def find_heads(kinds: Kinds) -> dict[fx.Node, Head]:

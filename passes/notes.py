@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from treecompile.passes.axes import Dim, resolve
-from treecompile.passes.heads import CHUNK_BYTES, Head
+from treecompile.passes.heads import Head
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.ops.views import arg
 from treecompile.passes.reasons import Reason, name_of, user_line
@@ -183,7 +183,7 @@ def _head(kinds: Kinds, head: Head) -> Rewrite:
     packed, grid = (shape_text(kinds, head.end, packed=p) for p in (True, False))
     read = ["entropy"] * bool(head.spread) + ["log-sum-exp"] * bool(head.lse)
     also = f", with {' and '.join(read)}" if read else ""
-    text = f"one entry per position{also}; {packed} in chunks of {CHUNK_BYTES >> 20} MiB, no {grid}"
+    text = f"one entry per position{also}; {packed} in chunks of {head.bytes >> 20} MiB, no {grid}"
     return Rewrite("selective_log_probs", before, f"selective_log_probs  {text}", where, source)
 
 

@@ -347,8 +347,8 @@ def steps_left_out_of_the_key(patch: pytest.MonkeyPatch) -> None:
 
 @fault("positions")
 def column_for_position(patch: pytest.MonkeyPatch) -> None:
-    def value(real: Any, self: Any, i: Any, given: Any, grid: Any, batch: Any, bounds: Any) -> Any:
-        found = real(self, i, given, grid, batch, bounds)
+    def value(real: Any, self: Any, i: Any, grid: Any, batch: Any, layouts: Any) -> Any:
+        found = real(self, i, grid, batch, layouts)
         if i.role == "pack" and i.name != self.tree.ids and not found.is_floating_point():
             return batch.tensors.column.to(found.dtype).reshape(found.shape)
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.baselines import log_probs_of
+from tests import models
 from tests.law import VOCAB, Toy, batch, check, compiled, counting
 from treecompile import backend
 from treecompile.runtime.losses import label_index, nll_from_log_probs, weighted_reduction
@@ -153,30 +157,36 @@ def test_a_plan_serves_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device_after_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "mamba2"])
+def test_nothing_waits_for_the_device_after_planning(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host runs ahead of the device from the packed graph to the end of the backward pass."""
-    toy, b = Shifted().cuda().float(), batch(pad="mixed", seed=7)
-    args = [x.cuda() for x in (b.ids, b.mask, b.labels, b.weights.float())]
-    call = compiled(toy, compiler="inductor")
-    call(*args).backward()
+    model = (models.FAMILIES | models.HYBRIDS)[family].build().cuda()
+    b = batch(count=6, length=40, pad="right", seed=7)
+    ids, mask = b.ids.cuda(), b.mask.cuda()
+    call = compiled(log_probs_of(model))
+    call(ids, mask).sum().backward()
     original = TreeProgram.run
 
     def watched(*given: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             return original(*given)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(TreeProgram, "run", watched)
     with counting() as seen:
-        loss = call(*args)
+        loss = call(ids, mask).sum()
+    with waiting_is_an_error():
+        loss.backward()
+    assert seen["packed"] == 1
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """An op that waits for the device raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss.backward()
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert seen["packed"] == 1
 
 
 def test_a_batch_without_sharing_runs_dense() -> None:

@@ -8,6 +8,7 @@ batch outside of it gets a compilation of its own.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ _GROUPS: dict[str, tuple[tuple[int, str], ...]] = {
 }
 
 
+_FORM = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 _PLUS_ONE = " + 1"  # offsets of a CSR: one more than its rows, and the compiler must know it
 
 
@@ -118,6 +120,8 @@ class PackedCode:
             for dim, group in dims
             if not group.endswith(_PLUS_ONE)
         ]
+        self._fixed = [i for i, dims in enumerate(self._dynamic) if not dims]
+        self._varying = [(i, {dim for dim, _ in dims}) for i, dims in enumerate(self._dynamic) if dims]
         self._variants: dict[Any, list[_Variant]] = {}
         self._failed: dict[Any, CompilationFailed] = {}
         self._lock = threading.Lock()
@@ -136,7 +140,7 @@ class PackedCode:
         if any(size < 2 for group, size in sizes.items() if group[0] in "NHM"):
             small: Sequence[Any] = self.numbered(numbers)(*values)
             return small
-        key = (numbers, _ambient(values, self._dynamic))
+        key = (numbers, _modes(), self._forms(values))
         with self._lock:
             found = next((v for v in self._variants.get(key, ()) if v.serves(sizes)), None)
             if found is None:
@@ -155,6 +159,29 @@ class PackedCode:
 
     def _sizes(self, values: list[Any]) -> dict[str, int]:
         return {group: values[i].shape[dim] for i, dim, group in self._measured}
+
+    def _forms(self, values: list[Any]) -> tuple[Any, ...]:
+        """What a compilation bakes in of its inputs: two models with one graph text may differ in their weights.
+
+        Asked for at each call, of every weight: loops in C.
+        """
+        fixed = [values[i] for i in self._fixed]
+        tensors = [value for value in fixed if isinstance(value, Tensor)]
+        varying = [(values[i], dims) for i, dims in self._varying]
+        return (
+            tuple((i, value) for i, value in enumerate(fixed) if not isinstance(value, Tensor)),
+            tuple(map(_FORM, tensors)),
+            tuple(map(Tensor.stride, tensors)),
+            tuple(map(Tensor.is_inference, tensors)),
+            # Sizes that vary are -1; strides are whatever they are.
+            tuple(
+                (
+                    value.dtype, value.device, value.requires_grad, value.is_inference(),
+                    tuple(-1 if i in dims else size for i, size in enumerate(value.shape)),
+                )
+                for value, dims in varying
+            ),
+        )  # fmt: skip
 
     def numbered(self, numbers: tuple[Any, ...]) -> fx.GraphModule:
         """The packed graph with its numbers written in."""
@@ -232,32 +259,14 @@ def _fake(value: Any, dims: Sequence[tuple[int, str]], hints: dict[str, int], mo
     return mode.from_tensor(sample, static_shapes=False, symbolic_context=StatelessSymbolicContext(policy))
 
 
-def _ambient(values: Sequence[Any], dynamic: Sequence[Sequence[tuple[int, str]]]) -> tuple[Any, ...]:
-    """State that a compilation bakes in: two models with one graph text may differ in the sizes of their weights."""
+def _modes() -> tuple[Any, ...]:
+    """State around a call that a compilation bakes in."""
     autocast = tuple(
         (device, torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)
     )
-    tensors = tuple(
-        (
-            v.dtype,
-            v.device,
-            v.requires_grad,
-            v.is_inference(),
-            *(_layout(v, dims) if dims else (v.shape, v.stride())),
-        )
-        if isinstance(v, Tensor)
-        else v
-        for v, dims in zip(values, dynamic, strict=True)
-    )
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, tensors)
-
-
-def _layout(value: Tensor, dynamic: Sequence[tuple[int, str]]) -> tuple[Any, ...]:
-    """Sizes of an input that varies, -1 for those that do; its strides are whatever they are."""
-    varies = {dim for dim, _ in dynamic}
-    return tuple(-1 if i in varies else size for i, size in enumerate(value.shape)), ()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def _compile_graph(

@@ -17,7 +17,7 @@ __all__ = ["logit_grads", "pick", "row_statistics"]
 
 # Columns of one step, and positions of one row whose labels are compared in squares.
 BLOCK = 4096
-LABELS = 32
+LABELS = 64
 
 
 @triton.jit
