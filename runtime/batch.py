@@ -21,6 +21,7 @@ __all__ = ["PackedBatch", "RegionTensors", "TreeCache", "TreeTensors"]
 V = TypeVar("V")
 
 _KEPT_REGIONS = 16
+_PROGRAMS = 4
 # Bound on the copies of arguments that plans are compared with.
 _PLANNED_BYTES = 2**28
 
@@ -173,12 +174,12 @@ class TreeCache:
     """Packed batches and plans by content, bounded: policy, reference and old-log-prob passes share one tree.
 
     Args:
-        capacity: batches kept, and plans kept.
+        capacity: batches kept; of each there may be plans of several programs.
     """
 
     def __init__(self, capacity: int = 8) -> None:
         self._cache: ContentCache[PackedBatch] = ContentCache(capacity)
-        self._plans: ContentCache[Any] = ContentCache(capacity, max_bytes=_PLANNED_BYTES)
+        self._plans: ContentCache[Any] = ContentCache(_PROGRAMS * capacity, max_bytes=_PLANNED_BYTES)
 
     def get(
         self,
@@ -213,7 +214,7 @@ class TreeCache:
             build: makes the plan; it must not hold the memory of an argument.
         """
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        numbers = tuple(None if isinstance(x, Tensor) else (type(x), x) for x in arguments)
+        numbers = tuple(None if isinstance(x, Tensor) else (type(x), repr(x)) for x in arguments)
         found: V = self._plans.get(tensors, build, options=(program, numbers, _ambient(tensors)))
         return found
 

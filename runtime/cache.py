@@ -19,6 +19,7 @@ __all__ = ["TreeCache"]
 V = TypeVar("V")
 Content: TypeAlias = "Array | torch.Tensor | None"
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLES = 1024  # values per array that enter the fingerprint
 
 
@@ -139,7 +140,7 @@ def _fingerprint(array: Content) -> int:
     """Checksum of samples spread over rows and columns: cheap, and never taken for equality. 0 on the host."""
     if not isinstance(array, torch.Tensor) or array.device.type == "cpu" or 0 in array.shape:
         return 0
-    samples = array.detach()[_sampled(tuple(array.shape), array.device)]
+    samples = _bits(array)[_sampled(tuple(array.shape), array.device)]
     return zlib.crc32(samples.cpu().numpy().tobytes())
 
 
@@ -151,21 +152,24 @@ def _sampled(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 
 
 def _equal(old: Content, new: Content) -> bool:
-    """Whether arrays of one form are equal."""
+    """Whether arrays of one form are equal: by bits, as 0.0 and -0.0 are not, and a NaN is."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.device.type != "cpu":
-        return torch.equal(old, new)
+        return torch.equal(_bits(old), _bits(new))
     if old is None or new is None:
         return old is new
     # Not by torch: on the host it wakes threads for small arrays, and waits for them.
     return bool((_on_host(old) == _on_host(new)).all())
 
 
+def _bits(array: torch.Tensor) -> torch.Tensor:
+    array = array.detach()
+    return array.view(_INTEGERS[array.element_size()]) if array.is_floating_point() else array
+
+
 def _on_host(array: Array | torch.Tensor) -> Array:
     if isinstance(array, torch.Tensor):
-        # numpy has no bfloat16; its bits are compared, which tells more apart.
-        array = array.detach()
-        return (array.view(torch.int16) if array.dtype == torch.bfloat16 else array).numpy()
-    return array
+        return _bits(array).numpy()
+    return array.view(f"i{array.itemsize}") if array.dtype.kind == "f" else array
 
 
 def _copy(array: Content) -> Content:

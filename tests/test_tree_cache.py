@@ -71,6 +71,27 @@ def test_a_change_that_the_samples_miss_is_seen() -> None:
     assert tree_of(cache, ids).n < tree_of(cache, other).n
 
 
+@pytest.mark.parametrize(
+    ("dtype", "as_tensor"),
+    [
+        *((dtype, True) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        *((dtype, False) for dtype in (torch.float64, torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
+def test_floats_are_compared_by_bits(dtype: torch.dtype, as_tensor: bool) -> None:
+    cache: TreeCache[str] = TreeCache()
+
+    def get(value: float, name: str) -> str:
+        x = torch.tensor([[1.0, value]], dtype=dtype)
+        return cache.get([x if as_tensor else x.numpy()], lambda: name)
+
+    assert get(0.0, "zero") == "zero"
+    assert get(-0.0, "minus zero") == "minus zero"
+    assert get(float("nan"), "no number") == "no number"
+    assert [get(x, "again") for x in (0.0, -0.0, float("nan"))] == ["zero", "minus zero", "no number"]
+
+
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_writing_into_the_arrays_does_not_reach_the_cache(as_tensor: bool) -> None:
     cache: TreeCache[int] = TreeCache()
