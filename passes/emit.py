@@ -38,7 +38,7 @@ from treecompile.runtime.losses import label_index, weighted_reduction
 from treecompile.runtime.ops import kept_rows
 from treecompile.runtime.program import WHOLE, ExpandSpec, Input, PackSpec, Region
 
-__all__ = ["Emitter", "Extract", "Finish", "extract"]
+__all__ = ["MODES", "Emitter", "Extract", "Finish", "extract"]
 
 aten = torch.ops.aten
 ops = torch.ops.treecompile
@@ -47,7 +47,7 @@ _ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tenso
 TREE_FIELDS = ("subtree_end", "column", "segments", "segments_host", "pieces", "blocks")
 
 # Nodes that set a mode for those after them: copied in order into every graph that copies code.
-_MODES = (
+MODES = (
     torch._C._set_grad_enabled,
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
@@ -217,7 +217,7 @@ class Emitter:
             self.tree(name)
         needed = self._needed(wanted)
         for node in self.source.nodes:
-            if node.target in _MODES:
+            if node.target in MODES:
                 self._mode(node)
             elif node in needed and node.op == "call_function":
                 self._emit(node)
@@ -602,7 +602,7 @@ def extract(
         return fx.map_arg(arg, lambda n: env[n])
 
     for node in owner.graph.nodes:
-        if node.target in _MODES:
+        if node.target in MODES:
             env[node] = graph.node_copy(node, lambda n: env[n])
         elif node in finish and node in needed:
             env[node] = finish[node].write(graph, env[node], [env[n] for n in finish[node].needs])
@@ -615,9 +615,9 @@ def extract(
 
 def _drop_idle_modes(graph: fx.Graph) -> None:
     """A graph that computes nothing needs no grad or autocast switches."""
-    if not any(n.op == "call_function" and n.target not in _MODES for n in graph.nodes):
+    if not any(n.op == "call_function" and n.target not in MODES for n in graph.nodes):
         for node in reversed(list(graph.nodes)):
-            if node.target in _MODES:
+            if node.target in MODES:
                 graph.erase_node(node)
 
 

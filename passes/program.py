@@ -18,7 +18,16 @@ from torch import fx
 
 from treecompile.passes.axes import resolve
 from treecompile.passes.demand import Demand
-from treecompile.passes.emit import Emitter, Extract, Finish, expand_spec, extract, outline_regions, pack_spec
+from treecompile.passes.emit import (
+    MODES,
+    Emitter,
+    Extract,
+    Finish,
+    expand_spec,
+    extract,
+    outline_regions,
+    pack_spec,
+)
 from treecompile.passes.heads import find_heads
 from treecompile.passes.kinds import Kinds
 from treecompile.passes.lower import checkpoint_kwargs, lower
@@ -71,6 +80,34 @@ class Draft:
     @property
     def counts(self) -> Counter[str]:
         return Counter(rewrite.kind for rewrite in self.rewrites)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the keys graph is a function of its arguments and constants: its values may be kept."""
+        return all(_repeats(node) for node in self.keys.module.graph.nodes)
+
+    @property
+    def key_constants(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the keys graph holds."""
+        nodes = self.keys.module.graph.nodes
+        return tuple(getattr(self.keys.module, str(n.target)) for n in nodes if n.op == "get_attr")
+
+
+# Functions of these modules depend on what they are given, and on nothing else.
+_PLAIN = {"_operator", "operator", "builtins", "math", "treecompile"}
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Ops of other libraries may read anything, such as a counter, or talk to other processes at every call."""
+    target = node.target
+    if node.op != "call_function":
+        return node.op in ("placeholder", "get_attr", "output")
+    if isinstance(target, torch._ops.OpOverload):
+        own = target.namespace in ("aten", "prims", "treecompile") and not target._schema.is_mutable
+        return own and torch.Tag.nondeterministic_seeded not in target.tags
+    module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
+    symbolic = module == "torch" and name.startswith("sym_")
+    return symbolic or target in MODES or module.split(".")[0] in _PLAIN
 
 
 def build(

@@ -22,6 +22,7 @@ V = TypeVar("V")
 
 _KEPT_REGIONS = 16
 _PROGRAMS = 4
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 # Bound on the copies of arguments that plans are compared with.
 _PLANNED_BYTES = 2**28
 
@@ -125,7 +126,10 @@ class PackedBatch:
     def pack(self, value: Tensor, batched: bool, shape: tuple[int, ...]) -> Tensor:
         """Grid values at packed tokens, in the packed shape (-1 stands for N)."""
         index = self.first if batched else self.first_column
-        return value.reshape(-1).index_select(0, index).reshape(shape)
+        dtype = value.dtype
+        # PyTorch selects no unsigned integers but bytes.
+        value = value.view(_SIGNED[dtype]) if dtype in _SIGNED else value
+        return value.reshape(-1).index_select(0, index).reshape(shape).view(dtype)
 
     def layout(self, region: Sequence[tuple[Any, ...]], values: dict[str, Any]) -> RegionTensors:
         """The layout of a region; slices are kept, selections by a mask are made anew.
@@ -210,7 +214,8 @@ class TreeCache:
 
         Args:
             program: number of the program.
-            arguments: tensors, compared by content, and numbers. The ambient autocast and CUDA stream count, too.
+            arguments: tensors, compared by content, and numbers. The ambient autocast, default dtype and CUDA stream
+                count, too.
             build: makes the plan; it must not hold the memory of an argument.
         """
         tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -227,7 +232,7 @@ class TreeCache:
 def _ambient(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """State around a call that its plan depends on."""
     devices = dict.fromkeys(x.device for x in tensors)
-    return tuple(
+    return torch.get_default_dtype(), *(
         (
             device.type,
             torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),

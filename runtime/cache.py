@@ -162,7 +162,7 @@ def _equal(old: Content, new: Content) -> bool:
 
 
 def _bits(array: torch.Tensor) -> torch.Tensor:
-    array = array.detach()
+    array = array.detach().resolve_conj().resolve_neg()
     return array.view(_INTEGERS[array.element_size()]) if array.is_floating_point() else array
 
 

@@ -218,6 +218,8 @@ class TreeProgram:
         tail: function of the values named in `tail_inputs`.
         dense: the captured graph as stock Inductor compiles it.
         observe: told how each call ran: ``observe("packed" | "dense", reason)``.
+        repeats: the keys graph gives equal values for equal arguments and constants, and need not be run for them.
+        key_constants: tensors that the keys graph holds.
         number: of this program among all of the process.
     """
 
@@ -238,6 +240,8 @@ class TreeProgram:
     failed: Callable[[CompilationFailed], None]
     min_sharing: float
     cache: TreeCache
+    repeats: bool = False
+    key_constants: tuple[Tensor, ...] = ()
     number: int = field(default_factory=itertools.count().__next__)
 
     def __call__(self, *args: Any) -> Any:
@@ -274,7 +278,7 @@ class TreeProgram:
             with torch.inference_mode(False), torch.no_grad():
                 return self._plan(dict(zip(self.key_outputs, self.keys(*taken), strict=True)))
 
-        return self.cache.plan(self.number, taken, build)
+        return self.cache.plan(self.number, [*taken, *self.key_constants], build) if self.repeats else build()
 
     def _plan(self, grid: dict[str, Any]) -> Plan:
         batch, why = self._tree(grid)

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from examples.baselines import log_probs_of
 from tests import models
-from tests.law import VOCAB, Toy, batch, check, compiled, counting
+from tests.law import VOCAB, Toy, as_written, batch, check, compiled, counting
 from treecompile import backend
 from treecompile.runtime.losses import label_index, nll_from_log_probs, weighted_reduction
 from treecompile.runtime.program import TreeProgram
@@ -154,6 +155,90 @@ def test_a_plan_serves_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) <= 2  # of one capture for each mode
     for name, p in toy.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek_v3", "qwen3_5", "mamba2"])
+def test_models_are_planned_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planning(monkeypatch)
+    model = (models.FAMILIES | models.HYBRIDS)[family].build()
+    b = batch(count=4, length=20, pad="right", seed=7)
+    call = compiled(log_probs_of(model))
+    with as_written(), counting() as seen, torch.no_grad():
+        call(b.ids, b.mask)
+        call(b.ids, b.mask)
+    assert (seen["packed"], len(made)) == (2, 1)
+
+
+STEPS = [1]
+
+
+@torch.library.custom_op("treetests::schedule", mutates_args=())
+def schedule(x: Tensor) -> Tensor:
+    """A number that changes from step to step, whatever it is given."""
+    return torch.tensor(float(STEPS[0]), dtype=torch.float64)
+
+
+@schedule.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.float64)
+
+
+def test_an_op_that_reads_more_than_its_arguments_runs_at_every_call() -> None:
+    """So does one that talks to other processes: these would wait for the call."""
+    toy, b = Toy(middle=lambda h, ids, mask: h * schedule(mask.sum())), batch(pad="mixed", seed=5)
+    call = compiled(toy)
+    for STEPS[0] in (1, 2, 3):
+        with counting() as seen:
+            found = call(b.ids, b.mask)
+        assert seen["packed"] == 1
+        torch.testing.assert_close(found[b.kept], toy(b.ids, b.mask)[b.kept], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("row", [None, 0, 3])
+def test_zeros_of_either_sign_differ(row: int | None) -> None:
+    """In the same call and from one to the next."""
+    toy = Toy(middle=lambda h, ids, mask, sign: h + torch.copysign(torch.ones_like(sign), sign)[..., None])
+    b = batch(pad="none", seed=5)
+    zeros = torch.zeros(b.ids.shape, dtype=torch.float64)
+    other = zeros.clone()
+    other[slice(None) if row is None else row] = -0.0
+    call = compiled(toy)
+    for sign in (zeros, other, zeros):
+        with counting() as seen:
+            found = call(b.ids, b.mask, sign)
+        assert seen["packed"] == 1
+        torch.testing.assert_close(found, toy(b.ids, b.mask, sign), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_grid_values_of_any_dtype(dtype: torch.dtype) -> None:
+    toy = Toy(middle=lambda h, ids, mask, kind: h + kind.double()[..., None])
+    b = batch(pad="none", seed=5)
+    kind = (b.ids % 3).to(dtype)
+    call = compiled(toy)
+    for _ in range(2):
+        with counting() as seen:
+            found = call(b.ids, b.mask, kind)
+        assert seen["packed"] == 1
+        torch.testing.assert_close(found, toy(b.ids, b.mask, kind), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_checkpoint_around_the_first_call(compiler: str) -> None:
+    """A checkpoint counts what is saved, and compares with what is saved when it runs again."""
+    toy, b = Toy(), batch(pad="mixed", seed=5)
+    toy(b.ids, b.mask)[b.kept].sum().backward()
+    expected = {name: p.grad for name, p in toy.named_parameters()}
+    call = compiled(toy, compiler=compiler)
+    for _ in range(2):
+        toy.zero_grad()
+        with counting() as seen:
+            out = checkpoint(lambda ids, mask: call(ids, mask), b.ids, b.mask, use_reentrant=False)
+            out[b.kept].sum().backward()
+        assert seen["packed"] >= 1  # when it runs again it stops at the last tensor that was saved
+        assert not seen["dense"]
+        for name, p in toy.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.gpu

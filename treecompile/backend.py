@@ -5,10 +5,11 @@ model = torch.compile(model, backend="tree")
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
     if reads_states(gm):
         scope.recapture_with_states()
     try:
-        draft = build(gm, fakes, _is_parameter, options.alignment)
+        with _own_saved_tensors():
+            draft = build(gm, fakes, _is_parameter, options.alignment)
     except Refusal as refusal:
         return _refused(gm, example_inputs, refusal.reason, options)
     except Exception as error:
@@ -71,6 +73,19 @@ def tree(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Ca
     current().captured(gm, draft, program)
     logs.captured(gm, draft)
     return program
+
+
+@contextlib.contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Tracing saves tensors, too: hooks of the caller, as those of a checkpoint that counts them, are not told."""
+
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # where hooks are not allowed there are none
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(same, same))
+        yield
 
 
 def _internal(error: Exception) -> Reason:
@@ -194,6 +209,8 @@ def _program(gm: fx.GraphModule, draft: Draft, options: Options) -> TreeProgram:
         frontier=draft.frontier,
         tail=draft.tail.module,
         tail_inputs=tuple(n.name for n in draft.tail.inputs),
+        repeats=draft.repeats,
+        key_constants=draft.key_constants,
         dense=_stock_later(gm, options),
         observe=_observe,
         failed=functools.partial(_failed, options),

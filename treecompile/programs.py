@@ -42,6 +42,8 @@ def plain_program(gm: fx.GraphModule, draft: Draft, cache: TreeCache) -> TreePro
         frontier=draft.frontier,
         tail=draft.tail.module,
         tail_inputs=tuple(n.name for n in draft.tail.inputs),
+        repeats=draft.repeats,
+        key_constants=draft.key_constants,
         dense=gm,
         observe=lambda how, why: None,
         failed=lambda error: None,
