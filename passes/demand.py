@@ -123,7 +123,8 @@ class Demand:
 
     def _factor(self, node: fx.Node, user: fx.Node, region: Region) -> Any:
         """Where a pointwise op can pass its operand on at all."""
-        if value_of(user).shape != value_of(node).shape:
+        values = value_of(node), value_of(user)
+        if not all(isinstance(x, torch.Tensor) for x in values) or values[0].shape != values[1].shape:
             return EVERYWHERE
         name = (
             user.target._schema.name.removeprefix("aten::")

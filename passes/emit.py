@@ -455,7 +455,10 @@ class Emitter:
         if want.dim() != 4:
             out = self.call(
                 aten.reshape.default,
-                (out, [*self._sizes_of(self.dims(node)[:-2], node), -1, want.shape[-1]]),
+                (
+                    out,
+                    [*self._sizes_of(self.dims(node)[:-2], node), -1, self.size(self.dims(node)[-1], node)],
+                ),
                 node,
             )
         return out

@@ -495,9 +495,19 @@ class Kinds:
 
     def _private(self, node: fx.Node, reason: Reason | None) -> Value:
         rule = lookup(node.target)
-        if rule is not None and rule.family in ("attention", "recurrence"):
+        if (rule is not None and rule.family in ("attention", "recurrence")) or self._is_written_attention(
+            node
+        ):
             raise Refusal(reason or self._row_reason(node))
         return Value(Kind.PRIVATE, reason=reason)
+
+    def _is_written_attention(self, node: fx.Node) -> bool:
+        """A softmax along the sequence of scores that run over it twice: the tail would form them for the grid."""
+        if node.target not in (aten.softmax.int, aten._softmax.default):
+            return False
+        dims = self.dims(node)
+        over = dims[axis_index(node.args[1], len(dims))]
+        return bool(self.seq_axes((over,))) and len(self.seq_axes(dims)) > 1
 
     def _row_reason(self, node: fx.Node) -> Reason:
         """Points at the op whose result belongs to the row by nature: it has no reason of its own."""

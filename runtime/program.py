@@ -113,7 +113,8 @@ class ExpandSpec:
         at = self.axes.index("sequence")
         major = int(np.prod([axis for axis in self.axes[:at] if isinstance(axis, int)], dtype=np.int64))
         x = packed.reshape(major, -1, *[a for a in self.axes[at + 1 :] if isinstance(a, int)]).movedim(1, 0)
-        out = expand(x.reshape(x.shape[0], -1), row_index, offsets, positions)
+        width = int(np.prod(x.shape[1:], dtype=np.int64))  # -1 is ambiguous where no row is kept
+        out = expand(x.reshape(x.shape[0], width), row_index, offsets, positions)
         grid = [batch, -1] if "batch" in self.axes else [row_index.shape[0]]
         lead = [a for a in self.axes[:at] if isinstance(a, int)]
         out = out.reshape(row_index.shape[0], *lead, *features[len(lead) :]).reshape(*grid, *features)

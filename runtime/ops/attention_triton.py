@@ -282,8 +282,8 @@ def _descriptor(x: Tensor, block: tuple[int, ...], tma: bool) -> Any:
         return None
     rank = len(block)
     form = _descriptor_form(x.dtype, x.shape[-rank:], x.stride()[-rank:], block)
-    # Descriptors of one form differ in where they begin, which `_has_descriptor` looks at. To check the rest again takes
-    # longer than a launch.
+    # Descriptors of one form differ in where they begin, which `_has_descriptor` looks at. To check the rest again
+    # takes longer than a launch.
     made = object.__new__(type(form))
     made.__dict__.update(form.__dict__, base=x)
     return made
