@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -224,7 +225,9 @@ class PackedCode:
                 with mode:
                     fakes[i] = torch.empty(rows + 1, dtype=value.dtype, device=value.device)
         symbols = {group: size.node.expr for group, size in symbols.items()}
-        run = _compile_graph(self.numbered(numbers), fakes, mode, self.compiler, self.mode)
+        # Tracing patches modules of PyTorch: not while another thread captures a graph.
+        with compile_lock:
+            run = _compile_graph(self.numbered(numbers), fakes, mode, self.compiler, self.mode)
         return _Variant(run, env, symbols)
 
 
