@@ -105,7 +105,12 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by one for each plan that is made."""
     made: list[int] = []
     original = TreeProgram._plan
-    monkeypatch.setattr(TreeProgram, "_plan", lambda *a: made.append(1) or original(*a))  # type: ignore[func-returns-value]
+
+    def plan(*given: Any) -> Any:
+        made.append(1)
+        return original(*given)
+
+    monkeypatch.setattr(TreeProgram, "_plan", plan)
     return made
 
 
