@@ -495,9 +495,8 @@ class Kinds:
 
     def _private(self, node: fx.Node, reason: Reason | None) -> Value:
         rule = lookup(node.target)
-        if (rule is not None and rule.family in ("attention", "recurrence")) or self._is_written_attention(
-            node
-        ):
+        chained = rule is not None and rule.family in ("attention", "recurrence")
+        if chained or self._is_written_attention(node):
             raise Refusal(reason or self._row_reason(node))
         return Value(Kind.PRIVATE, reason=reason)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treecompile.runtime.cache import TreeCache as ContentCache
+from treecompile.runtime.cache import bits
 from treecompile.runtime.ops import plan_header, plan_pieces
 from treecompile.runtime.tree import RolloutTree
 
@@ -21,7 +22,7 @@ __all__ = ["PackedBatch", "RegionTensors", "TreeCache", "TreeTensors"]
 V = TypeVar("V")
 
 _KEPT_REGIONS = 16
-_PROGRAMS = 4
+_PROGRAMS = 4  # whose plans are kept for each batch
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 # Bound on the copies of arguments that plans are compared with.
 _PLANNED_BYTES = 2**28
@@ -199,7 +200,7 @@ class TreeCache:
 
         def build() -> PackedBatch:
             tree = RolloutTree.from_grid(
-                [_integral(key) for key in keys],
+                [bits(key) for key in keys],
                 visible=visible,
                 exact=exact,
                 documents=documents,
@@ -240,11 +241,3 @@ def _ambient(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         )
         for device in devices
     )
-
-
-def _integral(key: Tensor) -> Tensor:
-    """Floating keys are compared by their bits."""
-    if not key.is_floating_point():
-        return key
-    width = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[key.element_size()]
-    return key.contiguous().view(width)

@@ -14,7 +14,7 @@ import torch
 
 from treecompile.runtime.stretches import Array
 
-__all__ = ["TreeCache"]
+__all__ = ["TreeCache", "bits"]
 
 V = TypeVar("V")
 Content: TypeAlias = "Array | torch.Tensor | None"
@@ -140,7 +140,7 @@ def _fingerprint(array: Content) -> int:
     """Checksum of samples spread over rows and columns: cheap, and never taken for equality. 0 on the host."""
     if not isinstance(array, torch.Tensor) or array.device.type == "cpu" or 0 in array.shape:
         return 0
-    samples = _bits(array)[_sampled(tuple(array.shape), array.device)]
+    samples = bits(array)[_sampled(tuple(array.shape), array.device)]
     return zlib.crc32(samples.cpu().numpy().tobytes())
 
 
@@ -154,21 +154,27 @@ def _sampled(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 def _equal(old: Content, new: Content) -> bool:
     """Whether arrays of one form are equal: by bits, as 0.0 and -0.0 are not, and a NaN is."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.device.type != "cpu":
-        return torch.equal(_bits(old), _bits(new))
+        return torch.equal(bits(old), bits(new))
     if old is None or new is None:
         return old is new
     # Not by torch: on the host it wakes threads for small arrays, and waits for them.
     return bool((_on_host(old) == _on_host(new)).all())
 
 
-def _bits(array: torch.Tensor) -> torch.Tensor:
+def bits(array: torch.Tensor) -> torch.Tensor:
+    """Floats as integers of their bits; other tensors as they are.
+
+    Example:
+        >>> bits(torch.tensor([0.0, -0.0], dtype=torch.float16)).tolist()
+        [0, -32768]
+    """
     array = array.detach().resolve_conj().resolve_neg()
     return array.view(_INTEGERS[array.element_size()]) if array.is_floating_point() else array
 
 
 def _on_host(array: Array | torch.Tensor) -> Array:
     if isinstance(array, torch.Tensor):
-        return _bits(array).numpy()
+        return bits(array).numpy()
     return array.view(f"i{array.itemsize}") if array.dtype.kind == "f" else array
 
 
